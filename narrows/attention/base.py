@@ -1,0 +1,40 @@
+"""What a model calls between storing a layer's K and V and using the result.
+
+The plain backend reads everything from the local pool. Selection, on-demand fetch and context parallelism are other
+backends behind the same call, so a model never knows where its KV is.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from narrows.kernels.base import Kernels, PagedBatch
+
+
+class AttentionBackend(Protocol):
+    """Attention of one step's rows over the KV of their requests."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [T, Hq, D]
+        entries: Tensor,  # [num_slots, Hkv, E] of this layer, the step's own tokens already stored
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns out [T, Hq, D] in the query's dtype and lse [T, Hq] float32, natural log; empty rows 0 and -inf."""
+        ...
+
+
+class PagedAttention:
+    """Dense causal attention over the local pool."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def attend(
+        self, layer: int, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.attend(query, entries, batch, scale=scale, window=window)

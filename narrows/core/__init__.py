@@ -1,0 +1,1 @@
+"""Plain values that every part speaks in. Standard library only."""

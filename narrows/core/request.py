@@ -1,0 +1,110 @@
+"""What a caller asks for, and what comes back."""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from narrows.core.ids import RequestId
+from narrows.errors import RequestError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. Names follow OpenAI's and vLLM's.
+
+    Raises RequestError naming the field when a value is out of its range.
+    """
+
+    max_tokens: int | None = None  # None: up to the model's context
+    min_tokens: int = 0  # end-of-sequence and stop tokens can not be chosen before
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    seed: int | None = None  # None: drawn by the client when the request is made
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; 0: of the chosen token; n: and of the n best
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(name, f"{getattr(self, name)!r} is not allowed; use {rule}")
+
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            check(math.isfinite(getattr(self, name)), name, "a finite number")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "a whole number of at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "a whole number of at least 0")
+        check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        check(0.0 <= self.temperature <= 100.0, "temperature", "a number from 0 to 100")
+        check(self.top_k >= -1, "top_k", "-1 or 0 (off), or a whole number of at least 1")
+        check(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "a number from 0 to 1")
+        check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "a number from -2 to 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number from -2 to 2")
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
+        check(all(self.stop), "stop", "strings that are not empty")
+        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of at least 0")
+        check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"a whole number from 0 to {MAX_LOGPROBS}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued.
+
+    `output` is what earlier attempts already produced: after a preemption or the loss of an instance the request is
+    prefilled again from prompt + output, and `generation` counts the attempt, so that nothing late can be mistaken.
+    """
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    arrival_s: float = 0.0
+    output: tuple[int, ...] = ()
+    generation: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Everything known so far: prompt, then output."""
+        return self.prompt + self.output
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Exactly one per request."""
+
+    STOP = "stop"  # end of sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    ABORT = "abort"  # its caller went away or took it back
+    ERROR = "error"  # it could not be finished; the event says why
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token, and of the best alternatives (id, logprob), best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token and, when asked for, its log probability."""
+
+    id: int
+    logprob: TokenLogprob | None = None

@@ -1,0 +1,1 @@
+"""What torch lacks on a CPU. `base.Kernels` is the contract, `reference` its plain torch twin, `native` the fast one."""

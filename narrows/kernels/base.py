@@ -1,0 +1,91 @@
+"""The contract of the kernels a decoder layer is made of.
+
+Legend: T rows (tokens of all requests of a step), H model width, Hq query heads, Hkv KV heads, D head size,
+E = 2*D entry size (K then V), R requests, I feed-forward width.
+
+All tensors are contiguous on the CPU and of the model's dtype (bfloat16 or float32) unless said otherwise. Sums,
+softmax and norms run in float32. Nothing here keeps state between calls; weights packed by `pack` belong to the caller.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which rows of a step belong to which request, and where that request's KV is. All tensors int32.
+
+    Request r owns rows query_start[r]:query_start[r+1]; they are its last tokens, so row i of its n rows has position
+    context_len[r] - n + i and sees the positions up to its own. Position p lives in slot
+    page_table[r, p // page_size] * page_size + p % page_size.
+    """
+
+    query_start: Tensor  # [R + 1]
+    context_len: Tensor  # [R], the step's own tokens included
+    page_table: Tensor  # [R, most pages of a request]
+    slots: Tensor  # [T], where each row's KV is stored
+    positions: Tensor  # [T]
+    page_size: int
+    max_query: int  # most rows of one request: 1 in a decode step
+    max_context: int
+
+
+class PackedLinear(Protocol):
+    """A weight in the layout its kernels want. Made by Kernels.pack, valid for that object only."""
+
+    in_features: int
+    out_features: int
+
+
+class Kernels(Protocol):
+    """Each call returns new tensors unless `out` or "in place" is said, and blocks until done."""
+
+    name: str
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Take over a weight [out, in] and its bias [out]. The result may share the weight's storage."""
+        ...
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] times weight, plus bias, to [T, out]. With `residual` [T, out] the sum is added to it in place
+        and `residual` is returned."""
+        ...
+
+    def gated_linear(self, x: Tensor, gate_up: PackedLinear) -> Tensor:
+        """silu(gate) * up to [T, I], where gate_up packs the rows [gate; up], [2*I, in]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dim, times weight."""
+        ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,  # [T, (Hq + 2*Hkv) * D]
+        entries: Tensor,  # [num_slots, Hkv, E], written at batch.slots
+        batch: PagedBatch,
+        cos: Tensor,  # [max positions, D / 2] float32
+        sin: Tensor,
+        *,
+        num_heads: int,
+        q_norm: Tensor | None,  # [D]: RMS norm per head before the rotation (Qwen3)
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Rotate queries and keys (halves, as Hugging Face lays heads out), store K and V; returns queries [T, Hq, D]."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,  # [T, Hq, D]
+        entries: Tensor,  # [num_slots, Hkv, E]
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,  # a row sees only the last `window` positions, its own included
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention over paged KV. Returns out [T, Hq, D] and lse [T, Hq] float32, natural log.
+        A row that sees nothing gives zeros and -inf."""
+        ...

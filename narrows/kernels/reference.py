@@ -1,0 +1,100 @@
+"""The plain torch twin of every kernel: slow, short, obviously right."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrows.kernels.base import PackedLinear, PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """A weight as torch holds it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+class ReferenceKernels:
+    """Kernels (see base) in plain torch, for any dtype."""
+
+    name = "reference"
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
+        return PlainLinear(weight, bias)
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, PlainLinear)
+        y = F.linear(x, weight.weight, weight.bias)
+        return y if residual is None else residual.add_(y)
+
+    def gated_linear(self, x: Tensor, gate_up: PackedLinear) -> Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return scaled.to(x.dtype) * weight
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        entries: Tensor,
+        batch: PagedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        num_kv_heads, head_dim = entries.shape[1], entries.shape[2] // 2
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if q_norm is not None:
+            query = self.rms_norm(query, q_norm, eps)
+        if k_norm is not None:
+            key = self.rms_norm(key, k_norm, eps)
+        positions = batch.positions.long()
+        angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        entries[batch.slots.long()] = torch.cat([rotate(key, *angles), value], dim=-1)
+        return rotate(query, *angles)
+
+    def attend(
+        self, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        head_dim = query.shape[2]
+        group = query.shape[1] // entries.shape[1]
+        out, lse = torch.zeros_like(query), torch.empty(query.shape[:2], dtype=torch.float32)
+        for r, (length, pages) in enumerate(zip(batch.context_len.tolist(), batch.page_table.long(), strict=True)):
+            rows = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
+            at = torch.arange(length)
+            kv = entries[pages[at // batch.page_size] * batch.page_size + at % batch.page_size].float()
+            key, value = kv.repeat_interleave(group, dim=1).chunk(2, dim=-1)
+            assert key.shape[-1] == head_dim
+            scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale
+            ahead = at[None, :] - batch.positions[rows].long()[:, None]  # key position minus query position
+            hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+            scores.masked_fill_(hidden, float("-inf"))
+            total = scores.logsumexp(-1)  # [Hq, rows]
+            weights = torch.exp(scores - torch.where(total.isinf(), 0.0, total)[..., None])
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+            lse[rows] = total.T
+        return out, lse
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of the last dim by the given angles, in float32."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

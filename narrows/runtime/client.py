@@ -1,0 +1,113 @@
+"""What a front end (HTTP server, offline batches, command line) talks to: submit a request, receive its outputs.
+
+No torch, no sockets, no HTTP in here. `runtime.launch_local` gives the implementation with real processes,
+`testing` one that lives in memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from narrows.core.ids import RequestId
+from narrows.core.request import FinishReason, Request, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """News of one request: tokens in order, and at the end exactly one output with a finish_reason.
+
+    That last one may carry tokens too. `error` is set exactly when finish_reason is ERROR.
+    """
+
+    request: RequestId
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens taken from a prefix cache; known from the first token on
+    error: str | None = None
+
+
+Sink = Callable[[Output], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a front end must know of the model."""
+
+    name: str  # as clients call it
+    folder: str  # holds tokenizer.json and tokenizer_config.json
+    max_model_len: int  # prompt and output tokens of one request together, at most
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    """One instance as the coordinator sees it."""
+
+    id: str
+    role: str
+    ready: bool
+    running: int
+    waiting: int
+    used_pages: int
+    num_pages: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole cluster. `ready`: at least one instance of each role can serve."""
+
+    ready: bool
+    queued: int
+    instances: tuple[InstanceStatus, ...]
+    reason: str = ""  # why not ready
+
+
+class Client(Protocol):
+    """Thread-safe. Every submitted request's sink gets exactly one Output with a finish_reason, whatever happens."""
+
+    model: ServedModel
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request in. Calls `sink` from another thread for each output; it must not block.
+
+        Raises RequestError (prompt empty or too long, token outside the vocabulary), QueueFull, Unavailable: then the
+        sink is never called.
+        """
+        ...
+
+    def abort(self, request: RequestId) -> None:
+        """Take a request back: it ends with ABORT unless it has ended already. Unknown ids are ignored."""
+        ...
+
+    def status(self) -> Status: ...
+
+    def metrics(self) -> str:
+        """The metrics page in Prometheus' text format."""
+        ...
+
+    def close(self) -> None:
+        """End every request with ABORT, stop every process. Idempotent."""
+        ...
+
+
+async def stream(client: Client, request: Request) -> AsyncIterator[Output]:
+    """Submit and yield outputs up to and including the last. Leaving the iterator early aborts the request."""
+    loop = asyncio.get_running_loop()
+    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    client.submit(request, lambda output: _hand_over(loop, outputs, output))
+    ended = False
+    try:
+        while not ended:
+            output = await outputs.get()
+            ended = output.finish_reason is not None
+            yield output
+    finally:
+        if not ended:
+            client.abort(request.id)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, outputs: asyncio.Queue[Output], output: Output) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(outputs.put_nowait, output)
