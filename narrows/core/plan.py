@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from narrows.core.ids import InstanceId, RequestId
+from narrows.core.ids import InstanceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Landing:
     `runs` are (first slot, number of slots) in token order; together they hold the first num_tokens tokens of it.
     """
 
-    request: RequestId
+    request: str
     generation: int
     instance: InstanceId
     address: str  # transport address to dial

@@ -1,19 +1,32 @@
 """The messages between coordinator and instances. Plain values: the channel decides how they are encoded.
 
-    coordinator -> decode    Reserve, Release, PeerDown, Shutdown
-    coordinator -> prefill   Prefill, Release, PeerDown, Shutdown
-    decode  -> coordinator   Ready, Reserved, Progress, Released, Heartbeat
-    prefill -> coordinator   Ready, Progress, Released, Heartbeat
+    coordinator -> decode    Reserve, Release, Shutdown
+    coordinator -> prefill   Prefill, Push, Release, Shutdown
+    decode  -> coordinator   Ready, Progress, Heartbeat
+    prefill -> coordinator   Ready, Progress, Heartbeat
 
 A request's `generation` is in every message, so an answer to an attempt that is over is recognized and dropped.
+
+Pages at decode are written by a peer, so they are given back only when that peer can write no more: the coordinator
+sends Release to prefill first and to decode after prefill's Released (or its death).
 """
 
 from dataclasses import dataclass, field
 
-from narrows.core.ids import InstanceId, RequestId
 from narrows.core.plan import Landing
 from narrows.core.request import FinishReason, Request, SampledToken
 from narrows.core.topology import InstanceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an instance holds after a step: pages that are not free (cached pages can be dropped and count as free),
+    requests in its batch and requests it keeps waiting."""
+
+    used_pages: int = 0
+    cached_pages: int = 0
+    running: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +38,48 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Make room for this request's KV, which `source` will push; answer with Reserved."""
+    """Make room for the KV of this request's tokens, which a prefill instance will push; answered by Reserved."""
 
     request: Request
-    source: InstanceId
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """Room is made (`landing`), or there is none now (None): the coordinator tries again later."""
 
-    request: RequestId
+    request: str
     generation: int
     landing: Landing | None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute this request's KV and its next token, and push the KV to the landing."""
+    """Compute this request's KV and sample its next token. The KV waits until Push names its landing."""
 
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Room was found for a request that was sent for prefill: push its KV there, layer by layer as it is computed."""
+
     landing: Landing
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A phase has begun on this request; at decode, `handover_bytes` have arrived."""
+    """A phase has begun on this request; at decode, `handover_bytes` have arrived for it."""
 
-    request: RequestId
+    request: str
     generation: int
     handover_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """One token of a request, and whether it is the last."""
+    """One token of a request, and whether it is the last. After the last one nothing is held at decode."""
 
-    request: RequestId
+    request: str
     generation: int
     token: SampledToken
     finish_reason: FinishReason | None = None
@@ -70,9 +88,10 @@ class Produced:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This attempt is over without an ending; `retry` says that another attempt may succeed."""
+    """This attempt can not go on here. `retry`: another attempt may succeed. Whatever is held stays until Release,
+    except at decode after a preemption, where nothing is held any more."""
 
-    request: RequestId
+    request: str
     generation: int
     error: str
     retry: bool = False
@@ -80,55 +99,44 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Forget this attempt: stop computing, cancel what is not sent, give pages back when nothing can write to them."""
+    """Forget this attempt: stop computing, cancel what is not sent, give its pages back; answered by Released."""
 
-    request: RequestId
+    request: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nothing of this attempt is left here: no page is held, nothing more will be sent or written."""
+    """Nothing of this attempt is left here: no page is held, nothing will be sent or written for it any more.
 
-    request: RequestId
+    Prefill says so unasked when all has been delivered.
+    """
+
+    request: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """All that one step of an instance has to say, in order, with its load after the step."""
+    """All that one turn of an instance has to say, in order, and its load after the turn."""
 
+    reserved: tuple[Reserved, ...] = ()
     started: tuple[Started, ...] = ()
     produced: tuple[Produced, ...] = ()
     failed: tuple[Failed, ...] = ()
-    load: "Load" = field(default_factory=lambda: Load())
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What an instance holds: pages not free (cached pages that can be dropped count as free), requests in a batch."""
-
-    used_pages: int = 0
-    cached_pages: int = 0
-    running: int = 0
-    waiting: int = 0
+    released: tuple[Released, ...] = ()
+    load: Load = field(default_factory=Load)
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Either side is alive."""
-
-    load: Load | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PeerDown:
-    """Coordinator to instances: this incarnation of an instance is dead and can write no more."""
-
-    instance: InstanceId
-    incarnation: str
+    """An instance is alive though it may be computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish nothing more; close and exit."""
+
+
+ToInstance = Reserve | Prefill | Push | Release | Shutdown
+ToCoordinator = Ready | Progress | Heartbeat

@@ -77,8 +77,9 @@ class Client(Protocol):
         """
         ...
 
-    def abort(self, request: RequestId) -> None:
-        """Take a request back: it ends with ABORT unless it has ended already. Unknown ids are ignored."""
+    def abort(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Take a request back, or end it early because a stop string was found (reason STOP): it ends with `reason`
+        unless it has ended already. Unknown ids are ignored."""
         ...
 
     def status(self) -> Status: ...

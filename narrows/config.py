@@ -1,0 +1,106 @@
+"""Settings: frozen, checked together once, from the command line over a TOML file over the defaults."""
+
+import difflib
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from narrows.errors import ConfigError
+
+
+def setting(default: Any, text: str, **more: Any) -> Any:
+    """A field with its help text. `choices` limits its values."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a cluster on one machine is built. Names follow vLLM's where the meaning is the same."""
+
+    model: str = setting("smollm2-135m", "a Hugging Face folder, a GGUF file, or a known name")
+    served_model_name: str | None = setting(None, "what clients call the model (default: the name of the folder)")
+    dtype: str = setting("bfloat16", "type of weights and KV", choices=("bfloat16", "float32"))
+    prefill: int = setting(1, "number of prefill instances")
+    decode: int = setting(1, "number of decode instances")
+    max_model_len: int | None = setting(None, "tokens of prompt and answer together (default: what the model allows)")
+    max_num_seqs: int = setting(16, "requests an instance works on at once")
+    max_num_batched_tokens: int = setting(1024, "tokens of one prefill step; longer prompts are computed in chunks")
+    max_queue: int = setting(256, "requests that may wait; more are refused with 429")
+    page_size: int = setting(32, "tokens of a KV page, a power of two")
+    kv_cache_memory_bytes: int | None = setting(
+        None, "KV pool of each instance (default: four contexts of the model, at most a tenth of the memory)"
+    )
+    enable_prefix_caching: bool = setting(True, "keep the KV of finished prompts for later ones that begin alike")
+    transport: str = setting("auto", "how KV crosses (auto: shm on one machine)", choices=("auto", "shm", "tcp"))
+    link_gbps: float | None = setting(None, "limit what each instance sends, in Gbit/s, to try a narrow link")
+    checksums: bool = setting(False, "verify every frame of KV")
+    kernels: str = setting("auto", "CPU kernels", choices=("auto", "native", "reference"))
+    threads: int | None = setting(None, "compute threads of each instance (default: all cores)")
+    max_restarts: int = setting(3, "how often a lost instance is started again")
+    silence_s: float = setting(20.0, "an instance that says nothing for so many seconds is taken for dead")
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
+            _at_least(self, name, 1)
+        _at_least(self, "max_restarts", 0)
+        if self.max_model_len is not None:
+            _at_least(self, "max_model_len", 2)
+        if self.threads is not None:
+            _at_least(self, "threads", 1)
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            near = 1 << max(self.page_size, 1).bit_length() - 1
+            raise ConfigError(f"page_size: {self.page_size} is not a power of two; try {near} or {2 * near}")
+        if self.link_gbps is not None and not 0.001 <= self.link_gbps <= 10_000:
+            raise ConfigError(f"link_gbps: {self.link_gbps} is out of range; use 0.001 to 10000 Gbit/s")
+        if not 1.0 <= self.silence_s <= 3600:
+            raise ConfigError(f"silence_s: {self.silence_s} is out of range; use 1 to 3600 seconds")
+        for spec in fields(self):
+            choices = spec.metadata.get("choices")
+            if choices and getattr(self, spec.name) not in choices:
+                raise ConfigError(
+                    f"{spec.name}: {getattr(self, spec.name)!r} is not known; use one of {', '.join(choices)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the HTTP server listens."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = setting(None, "clients must send it as a bearer token")
+    max_body_bytes: int = setting(8 * 1024 * 1024, "larger request bodies are refused with 413")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: {self.port} is not a port; use 0 to 65535")
+        _at_least(self, "max_body_bytes", 1024)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, flat, by the names of the fields above. Raises ConfigError naming what is wrong."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config: {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
+    known: dict[str, Any] = {
+        spec.name: get_type_hints(cls)[spec.name] for cls in (EngineConfig, ServerConfig) for spec in fields(cls)
+    }
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+            raise ConfigError(f"config: {path}: unknown setting {name!r}{hint}")
+        if isinstance(value, int) and not isinstance(value, bool) and float in getattr(known[name], "__args__", ()):
+            values[name] = value = float(value)
+        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
+            raise ConfigError(f"config: {path}: {name} = {value!r} has the wrong type; expected {known[name]}")
+    return values
+
+
+def _at_least(config: Any, name: str, least: int) -> None:
+    if getattr(config, name) < least:
+        raise ConfigError(f"{name}: {getattr(config, name)} is too small; use at least {least}")
