@@ -5,7 +5,7 @@ No torch, no sockets, no HTTP in here. `runtime.launch_local` gives the implemen
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,20 +93,27 @@ class Client(Protocol):
         ...
 
 
-async def stream(client: Client, request: Request) -> AsyncIterator[Output]:
-    """Submit and yield outputs up to and including the last. Leaving the iterator early aborts the request."""
+async def stream(client: Client, *requests: Request) -> AsyncGenerator[Output, None]:
+    """Submit requests and yield their outputs as they come, up to and including the last of each.
+
+    All are submitted or none: when one is refused the others are aborted and its error is raised. Leaving the
+    iterator early aborts what has not ended.
+    """
     loop = asyncio.get_running_loop()
     outputs: asyncio.Queue[Output] = asyncio.Queue()
-    client.submit(request, lambda output: _hand_over(loop, outputs, output))
-    ended = False
+    unfinished: set[RequestId] = set()
     try:
-        while not ended:
+        for request in requests:
+            client.submit(request, lambda output: _hand_over(loop, outputs, output))
+            unfinished.add(request.id)
+        while unfinished:
             output = await outputs.get()
-            ended = output.finish_reason is not None
+            if output.finish_reason is not None:
+                unfinished.discard(output.request)
             yield output
     finally:
-        if not ended:
-            client.abort(request.id)
+        for id in unfinished:
+            client.abort(id)
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, outputs: asyncio.Queue[Output], output: Output) -> None:

@@ -1,0 +1,158 @@
+"""A listening socket, and the application on it until a signal comes.
+
+signal -> no new connections -> up to grace_s for what is open -> ABORT for the rest, whose streams end properly
+       -> up to _CLOSE_S for that to reach the clients -> connections are cut
+a second signal cuts at once
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from narrows.errors import ConfigError
+from narrows.runtime.client import Client
+from narrows.server.app import create_app
+from narrows.server.generate import Engine, Limits
+from narrows.server.tokenizer import Tokenizer
+
+_CLOSE_S = 5.0
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one. From here on no other server can have the address.
+
+    Raises ConfigError when the address is in use, not ours or not an address.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port: {port} is not a port; use 0 (any free one) to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host: {host!r} is not an address of this machine: {error}") from error
+    listener = socket.socket(family, kind)
+    try:
+        # Without this a server could not be restarted while old connections linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"port: can not listen on {host}:{port}: {error.strerror}; use another --port") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients of this machine find it."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    client: Client,
+    tokenizer: Tokenizer,
+    listener: socket.socket,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    grace_s: float = 5.0,
+    log_level: str = "warning",
+    on_listening: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then end within grace_s plus a few seconds. Blocks; call it in the main thread.
+
+    `on_listening` hears the address once requests are answered. Closes `listener`, not `client`.
+    """
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        cut = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (cut if stop.is_set() else stop).set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        await serve_until(
+            stop,
+            client,
+            tokenizer,
+            listener,
+            api_key=api_key,
+            limits=limits,
+            grace_s=grace_s,
+            log_level=log_level,
+            on_listening=on_listening,
+            cut=cut,
+        )
+
+    asyncio.run(main())
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    client: Client,
+    tokenizer: Tokenizer,
+    listener: socket.socket,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    grace_s: float = 5.0,
+    log_level: str = "warning",
+    on_listening: Callable[[str], None] | None = None,
+    cut: asyncio.Event | None = None,
+) -> None:
+    """`serve` inside a running loop: until `stop` is set; `cut` ends the grace that follows at once."""
+    app = create_app(client, tokenizer, api_key=api_key, limits=limits)
+    engine: Engine = app.state.engine
+    server = _Server(
+        uvicorn.Config(app, log_level=log_level, access_log=log_level in ("debug", "info"), lifespan="off"),
+        on_started=lambda: on_listening(url_of(listener)) if on_listening else None,
+    )
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    cut = cut or asyncio.Event()
+    if await _first(stop, running, None):
+        server.should_exit = True
+        await _first(cut, running, grace_s)
+        engine.abort_all()
+        if not cut.is_set():
+            await _first(cut, running, _CLOSE_S)
+        server.force_exit = True
+    await running
+
+
+async def _first(event: asyncio.Event, task: asyncio.Task[None], timeout_s: float | None) -> bool:
+    """Wait for either, or the time; whether the event is set."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({waiting, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return event.is_set()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again when it is done, before the engine is closed."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        raise AssertionError("signals are not uvicorn's here")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
