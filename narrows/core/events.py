@@ -35,3 +35,4 @@ class Event:
     num_bytes: int = 0  # HANDOVER_DONE: what crossed the link, frames included
     finish_reason: FinishReason | None = None  # FINISHED
     error: str | None = None  # FINISHED with ERROR: what happened, for the caller
+    num_prompt_tokens: int = 0  # ARRIVED

@@ -1,6 +1,7 @@
 """The allocator against a plain model of who holds what."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -106,7 +107,7 @@ def test_takes_the_smallest_run_that_fits_else_the_fewest_runs(busy: set[int], n
         return
     assert got is not None
     assert got == sorted(got)
-    num_runs = 1 + sum(b != a + 1 for a, b in zip(got, got[1:], strict=False))
+    num_runs = 1 + sum(b != a + 1 for a, b in pairwise(got))
     fewest = next(k for k in range(1, 41) if sum(lengths[:k]) >= n)
     assert num_runs == fewest
     if fewest == 1:  # the rest of a bigger run is not broken up when a smaller one is enough
