@@ -17,6 +17,9 @@ def merge(
     """
     assert lses.dtype == torch.float32, lses.dtype
     assert outs.shape[:-1] == lses.shape, (outs.shape, lses.shape)
-    lse = torch.logsumexp(lses, dim=0)
-    shares = torch.exp(lses - lse.masked_fill(lse.isneginf(), 0.0))  # a row without keys: exp(-inf), not exp(nan)
-    return (outs.float() * shares[..., None]).sum(0).to(outs.dtype), lse
+    largest = lses.amax(0)
+    largest = largest.masked_fill(largest.isneginf(), 0.0)
+    weights = torch.exp(lses - largest)
+    total = weights.sum(0)  # at least 1, or 0 where no part saw a key
+    shares = weights / total.clamp(min=1.0)
+    return (outs.float() * shares[..., None]).sum(0).to(outs.dtype), largest + total.log()

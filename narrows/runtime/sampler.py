@@ -26,6 +26,9 @@ Ids = npt.NDArray[np.int64]
 
 # How many of the largest logits top-p looks at before it sorts them all.
 _NUCLEUS = 256
+# Logits of a usual size, of which float32 keeps about six decimals, show no difference to greedy below.
+_GREEDY_BELOW = 1e-5
+_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +43,46 @@ class SamplingRow:
 
 
 class BrokenLogits(NarrowsError):
-    """The model produced NaN or +inf. `rows` are the batch rows concerned; the others may be sampled again."""
+    """The model produced NaN, +inf or nothing but -inf.
+
+    `rows` are the batch rows concerned; the others may be sampled again.
+    """
 
     def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__(f"logits of rows {list(rows)} are NaN or infinite: no token can be chosen from them")
+        super().__init__(f"logits of rows {list(rows)} are not finite: no token can be chosen from them")
         self.rows = rows
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """One token per row of logits [B, V] float32 (left unchanged), with its log probability where asked for.
 
-    Temperature 0 takes the most likely token, the lowest id among equals. Log probabilities are those of the model,
-    before penalties and temperature. Raises BrokenLogits.
+    Temperature 0 (or below 1e-5) takes the most likely token, the lowest id among equals. Log probabilities are those
+    of the model, before penalties and temperature. Raises BrokenLogits.
     """
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     assert logits.dtype == torch.float32, logits.dtype
     batch: npt.NDArray[np.float32] = logits.detach().cpu().numpy()
     best = batch.argmax(axis=1)  # NaN counts as the largest
-    broken = tuple(r for r, token in enumerate(best) if not batch[r, token] < np.inf)
+    broken = tuple(r for r, token in enumerate(best) if not np.isfinite(batch[r, token]))
     if broken:
         raise BrokenLogits(broken)
-    sampled = []
-    for values, row, greedy in zip(batch, rows, best, strict=True):
-        token = int(greedy) if _is_plainly_greedy(row) else choose(values, row)
-        logprob = None if row.params.logprobs is None else token_logprob(values, token, row.params.logprobs)
-        sampled.append(SampledToken(token, logprob))
-    return sampled
+    with np.errstate(over="ignore", divide="ignore"):  # to infinity is where an extreme penalty or temperature points
+        return [_sample_row(values, row, int(token)) for values, row, token in zip(batch, rows, best, strict=True)]
+
+
+def _sample_row(values: Row, row: SamplingRow, best: int) -> SampledToken:
+    token = best if _is_plainly_greedy(row) else choose(values, row)
+    num_top = row.params.logprobs
+    return SampledToken(token, None if num_top is None else token_logprob(values, token, num_top))
 
 
 def choose(values: Row, row: SamplingRow) -> int:
-    """The token for one row of raw logits [V] (left unchanged)."""
+    """The token for one row of raw logits [V] (left unchanged), of which the largest is finite."""
     params = row.params
     values = adjusted(values, row)
-    if params.temperature == 0.0:
+    if params.temperature < _GREEDY_BELOW:
         return int(values.argmax())
-    scaled = (values - values.max()) / np.float32(params.temperature)  # the largest is 0: nothing overflows
+    scaled = (values - values.max()) / np.float32(params.temperature)
     kept = support(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
     weights = np.exp(scaled if kept is None else scaled[kept])
     drawn = draw(weights, uniform(row.seed, len(row.output)))
@@ -84,19 +92,21 @@ def choose(values: Row, row: SamplingRow) -> int:
 def adjusted(values: Row, row: SamplingRow) -> Row:
     """Raw logits with bans and penalties applied: a new array, or the given one where there is nothing to apply."""
     params = row.params
-    banned = _banned(row, len(values))
+    banned = [] if len(row.output) >= params.min_tokens else _stopping_tokens(row, len(values))
     penalized = params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
     if not banned and not penalized:
         return values
-    values = values.copy()
+    raw, values = values, values.copy()
     values[banned] = -np.inf
+    if values.max() == -np.inf:  # every possible token stops: there is nothing to choose instead
+        values = raw.copy()
     if penalized:
         output = np.asarray(row.output, dtype=np.int64)
         if params.repetition_penalty != 1.0:
             seen = np.concatenate([np.asarray(row.prompt, dtype=np.int64), output])
             there = values[seen]  # an id that stands twice gets the same value twice
             penalty = np.float32(params.repetition_penalty)
-            values[seen] = np.where(there > 0, there / penalty, there * penalty)
+            values[seen] = np.where(there > 0, np.minimum(there / penalty, _LARGEST), there * penalty)
         if len(output):
             ids, counts = np.unique(output, return_counts=True)
             values[ids] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
@@ -140,7 +150,7 @@ def _largest(values: Row, count: int) -> Row:
     """The `count` largest values, descending."""
     if count < len(values):
         values = np.partition(values, len(values) - count)[len(values) - count :]
-    return np.sort(values)[::-1]
+    return np.sort(values)[::-1].copy()
 
 
 def _running(weights: Row) -> npt.NDArray[np.float64]:
@@ -176,7 +186,7 @@ def token_logprob(values: Row, token: int, num_top: int) -> TokenLogprob:
 def _is_plainly_greedy(row: SamplingRow) -> bool:
     params = row.params
     return (
-        params.temperature == 0.0
+        params.temperature < _GREEDY_BELOW
         and params.repetition_penalty == 1.0
         and params.frequency_penalty == 0.0
         and params.presence_penalty == 0.0
@@ -184,9 +194,5 @@ def _is_plainly_greedy(row: SamplingRow) -> bool:
     )
 
 
-def _banned(row: SamplingRow, vocab: int) -> list[int]:
-    """End and stop tokens while min_tokens is not reached; none if that would leave nothing to choose."""
-    if len(row.output) >= row.params.min_tokens:
-        return []
-    banned = {token for token in (*row.eos_token_ids, *row.params.stop_token_ids) if token < vocab}
-    return sorted(banned) if len(banned) < vocab else []
+def _stopping_tokens(row: SamplingRow, vocab: int) -> list[int]:
+    return [token for token in (*row.eos_token_ids, *row.params.stop_token_ids) if token < vocab]
