@@ -10,6 +10,7 @@ Rules every transport keeps (one contract test runs against all of them):
 
 1. Nothing blocks but `close` (bounded) and `connect` (by its timeout). Completion, arrival and loss are events.
 2. When any byte of a post's trailing puts is visible at the target, all bytes of its copies are; `Arrived` follows.
+   Each put, and the note, is at most `block_bytes` long.
 3. `Done` means: landed at the target. Until Done, Dropped or PeerGone the source bytes are the transport's to read.
 4. A more urgent class never waits behind more than one block (`block_bytes`) of a less urgent one to the same peer.
    Posts of one class to one peer are sent in the order of their posting.
@@ -23,6 +24,7 @@ Rules every transport keeps (one contract test runs against all of them):
    PeerGone(peer, reason) and every open post to it ends with Dropped. Later posts to it raise PeerLost.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.core.plan import RegionKey
+from narrows.errors import ConfigError
 
 PeerName = NewType("PeerName", str)
 PostId = NewType("PostId", int)
@@ -164,7 +167,17 @@ class TransportConfig:
     checksums: bool = False  # verify each frame's payload; a mismatch drops the post with an error
     block_bytes: int = 64 * 1024  # largest frame of payload, and so the longest wait of a more urgent class
     silence_s: float = 10.0
-    secret: str = ""  # peers must present the same one
+    secret: str = ""  # peers must know the same one; it never travels
+
+    def __post_init__(self) -> None:
+        if not self.name or "\0" in self.name:
+            raise ConfigError(f"transport.name: {self.name!r} is not usable; give a text that no other incarnation has")
+        if self.link_gbps is not None and not 0.0 < self.link_gbps < math.inf:
+            raise ConfigError(f"transport.link_gbps: {self.link_gbps} is not a rate; leave it out for an unshaped link")
+        if not 1024 <= self.block_bytes <= 16 << 20:
+            raise ConfigError(f"transport.block_bytes: {self.block_bytes} is not between 1024 and {16 << 20}")
+        if not 0.0 < self.silence_s < math.inf:
+            raise ConfigError(f"transport.silence_s: {self.silence_s} is not a positive number of seconds")
 
 
 @dataclass(slots=True)
@@ -210,8 +223,15 @@ class Transport(Protocol):
         """A descriptor that is readable while poll would return something."""
         ...
 
-    def cancel(self, request: str, generation: int) -> None: ...
+    def cancel(self, request: str, generation: int) -> None:
+        """Stop sending this attempt's posts (rule 5). Posts made later are not affected."""
+        ...
 
-    def revoke(self, request: str, generation: int) -> None: ...
+    def revoke(self, request: str, generation: int) -> None:
+        """Let nobody write for this request in this or an earlier generation any more (rule 6); holds on return."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End everything within seconds: open posts end as Dropped, peers see this side gone. poll() still gives the
+        last events; every other call raises TransportError. Idempotent."""
+        ...

@@ -1,0 +1,271 @@
+"""What waits to be sent to one peer: most urgent class first, one frame at a time.
+
+post:    DATA ... DATA  PUT ... PUT  END      (or ABORT from wherever it was stopped)
+message: MESSAGE ... MESSAGE
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from narrows.transfer.base import Post, PostId, Priority, Put, Tag
+from narrows.transfer.frames import HEAD_BYTES, MAX_ROWS, MORE, PUT_ROW, Buffer, Kind, pack_head
+from narrows.transfer.memory import token_of
+from narrows.transfer.runs import Pieces, check_copy, cut, merge
+
+
+class OutPost:
+    """A post on its way. `cursor` counts its frames; those before it have been given to the link.
+
+    Building one raises ValueError or TransportError for what can not be sent (see Transport.post).
+    """
+
+    def __init__(self, id: PostId, post: Post, kind: str, block_bytes: int) -> None:
+        for copy in post.copies:
+            check_copy(copy)
+        self.id = id
+        self.tag = post.tag
+        self.priority = post.priority
+        self.note = post.note
+        self.num_bytes = post.num_bytes
+        self.region = token_of(post.target, kind)
+        self.buffers = tuple(copy.source.buffer for copy in post.copies)
+        self.pieces: Pieces = cut(merge(post.copies), block_bytes, MAX_ROWS)
+        self.cursor = 0
+        self.wire_bytes = 0
+        self.waits = False  # may not move now: its target is not reachable yet (shared memory)
+        self.aborted = False  # see abort()
+        self._rows = np.stack((self.pieces.targets, self.pieces.lengths), axis=1)
+        frame_begins = self.pieces.frames[:-1]
+        sizes = np.add.reduceat(self.pieces.lengths, frame_begins) if len(frame_begins) else frame_begins
+        self._data_bytes: list[int] = sizes.tolist()
+        self._puts = _group(post.trailing, post.note, kind, block_bytes)
+        self._num_frames = len(self._data_bytes) + len(self._puts)
+        self._head_bytes = HEAD_BYTES + len(post.tag.request.encode())
+
+    @property
+    def started(self) -> bool:
+        return self.cursor > 0
+
+    @property
+    def sent(self) -> bool:
+        return self.cursor >= self._num_frames
+
+    @property
+    def at_data(self) -> bool:
+        """The next frame is DATA."""
+        return self.cursor < len(self._data_bytes) and not self.aborted
+
+    @property
+    def piece_range(self) -> tuple[int, int]:
+        """Pieces of the next frame, which must be DATA."""
+        return int(self.pieces.frames[self.cursor]), int(self.pieces.frames[self.cursor + 1])
+
+    @property
+    def data_bytes(self) -> int:
+        """Payload of the next frame, which must be DATA."""
+        return self._data_bytes[self.cursor]
+
+    def next_bytes(self) -> int:
+        """Bytes of the next frame, about (row tables aside)."""
+        if self.at_data:
+            return self._head_bytes + self._data_bytes[self.cursor]
+        return self._head_bytes if self.aborted else self._head_bytes + self._puts[self._put_index][2]
+
+    def abort(self) -> None:
+        """Send nothing more but, if anything was sent, the word that nothing more comes."""
+        self.aborted = True
+
+    def encode(self, checksum: bool) -> list[Buffer]:
+        """The next frame, to be sent as it is; data is not copied."""
+        if self.aborted:
+            return [pack_head(Kind.ABORT, tag=self.tag, post=self.id)]
+        if self.at_data:
+            low, high = self.piece_range
+            payload = self.payload(low, high)
+            rows = self._rows[low:high].tobytes()
+            head = pack_head(
+                Kind.DATA,
+                tag=self.tag,
+                post=self.id,
+                value=self.region,
+                rows=rows,
+                payload=payload,
+                checksum=checksum,
+            )
+            return [head, *payload]
+        rows, data, _ = self._puts[self._put_index]
+        last = self.cursor + 1 == self._num_frames
+        head = pack_head(
+            Kind.END if last else Kind.PUT,
+            tag=self.tag,
+            post=self.id,
+            value=self.num_bytes,
+            rows=rows,
+            payload=(data,),
+            checksum=checksum,
+        )
+        return [head, data]
+
+    def payload(self, low: int, high: int) -> list[Buffer]:
+        """Source bytes of these pieces."""
+        pieces, buffers = self.pieces, self.buffers
+        begins = pieces.sources[low:high]
+        ends = (begins + pieces.lengths[low:high]).tolist()
+        which = pieces.buffers[low:high].tolist() if len(buffers) > 1 else [0] * (high - low)
+        return [buffers[index][begin:end] for index, begin, end in zip(which, begins.tolist(), ends, strict=True)]
+
+    def writes(self) -> Iterator[tuple[int, int, Buffer]]:
+        """What the next frame writes, as (region token, offset, bytes)."""
+        if self.at_data:
+            low, high = self.piece_range
+            targets = self.pieces.targets[low:high].tolist()
+            for target, data in zip(targets, self.payload(low, high), strict=True):
+                yield self.region, target, data
+        else:
+            rows, puts, _ = self._puts[self._put_index]
+            at = 0
+            for token, offset, length in PUT_ROW.iter_unpack(rows):
+                yield token, offset, puts[at : at + length]
+                at += length
+
+    def advance(self, num_bytes: int) -> None:
+        """The next frame has been given to the link, at this cost."""
+        self.wire_bytes += num_bytes
+        self.cursor = self._num_frames if self.aborted else self.cursor + 1
+
+    @property
+    def _put_index(self) -> int:
+        return self.cursor - len(self._data_bytes)
+
+
+def _group(puts: Sequence[Put], note: bytes, kind: str, block_bytes: int) -> list[tuple[bytes, bytes, int]]:
+    """(rows, payload, size) of the PUT frames and the END, each within block_bytes unless the note alone is longer."""
+    groups: list[list[Put]] = [[]]
+    size = 0
+    for put in puts:
+        if len(put.data) > block_bytes:
+            raise ValueError(f"put: {len(put.data)} bytes are more than one frame of {block_bytes} (block_bytes)")
+        if groups[-1] and (size + len(put.data) > block_bytes or len(groups[-1]) == MAX_ROWS):
+            groups.append([])
+            size = 0
+        groups[-1].append(put)
+        size += len(put.data)
+    if len(note) > block_bytes:
+        raise ValueError(f"note: {len(note)} bytes are more than one frame of {block_bytes} (block_bytes)")
+    if size + len(note) > block_bytes:
+        groups.append([])
+    frames = []
+    for index, group in enumerate(groups):
+        rows = np.array([(token_of(put.target, kind), put.offset, len(put.data)) for put in group], dtype=np.int64)
+        data = b"".join(put.data for put in group)
+        if index == len(groups) - 1:
+            data += note
+        frames.append((rows.tobytes(), data, len(data) + len(group) * PUT_ROW.size))
+    return frames
+
+
+class OutMessage:
+    """A message on its way, in parts of at most block_bytes."""
+
+    waits = False
+    at_data = False
+
+    def __init__(self, payload: bytes, priority: Priority, block_bytes: int) -> None:
+        self.priority = priority
+        self.payload = payload
+        self._view = memoryview(payload)
+        self._block_bytes = block_bytes
+        self._at = 0
+        self._ended = False
+
+    @property
+    def sent(self) -> bool:
+        return self._ended
+
+    def next_bytes(self) -> int:
+        return HEAD_BYTES + min(self._block_bytes, len(self.payload) - self._at)
+
+    def encode(self, checksum: bool) -> list[Buffer]:
+        part = self._view[self._at : self._at + self._block_bytes]
+        more = self._at + len(part) < len(self.payload)
+        head = pack_head(
+            Kind.MESSAGE, value=self.priority, payload=(part,), flags=MORE if more else 0, checksum=checksum
+        )
+        return [head, part]
+
+    def advance(self, num_bytes: int) -> None:
+        self._at += self._block_bytes
+        self._ended = self._at >= len(self.payload)
+
+
+Item = OutPost | OutMessage
+
+
+class Outbox:
+    """Queues of one peer. Control frames go before everything and are few."""
+
+    def __init__(self) -> None:
+        self.control: deque[bytes] = deque()
+        self.open: dict[PostId, OutPost] = {}  # posts that have not ended
+        self._classes: tuple[deque[Item], ...] = tuple(deque() for _ in Priority)
+
+    def put(self, item: Item) -> None:
+        if isinstance(item, OutPost):
+            self.open[item.id] = item
+        self._classes[item.priority].append(item)
+
+    def head(self) -> Item | None:
+        """What is to be sent next."""
+        for items in self._classes:
+            if items and not items[0].waits:
+                return items[0]
+        return None
+
+    def advance(self, item: Item, num_bytes: int) -> None:
+        """The next frame of `item`, which is a head, has been given to the link."""
+        item.advance(num_bytes)
+        if item.sent:
+            items = self._classes[item.priority]
+            assert items[0] is item
+            items.popleft()
+
+    def cancel(self, request: str, generation: int) -> list[OutPost]:
+        """Stop this attempt's posts; those returned are over. The others end with the target's answer."""
+        over = [post for post in self._of(request, generation) if not post.started]
+        for post in self._of(request, generation):
+            if post.started and not post.sent:
+                post.abort()
+        for post in over:
+            self._remove(post)
+        return over
+
+    def end(self, id: PostId) -> OutPost | None:
+        """The target has answered (or the post can not go on): it is over. None if it was over before."""
+        post = self.open.pop(id, None)
+        if post is not None and not post.sent:
+            if post.started:
+                post.abort()  # the target waits for the end of what it refused
+            else:
+                self._remove(post)
+        return post
+
+    def waiting_for(self, region: int) -> Iterable[OutPost]:
+        """Open posts that wait for their target region."""
+        return [post for post in self.open.values() if post.waits and post.region == region]
+
+    def _of(self, request: str, generation: int) -> list[OutPost]:
+        tagged: list[OutPost] = []
+        for post in self.open.values():
+            if same_attempt(post.tag, request, generation):
+                tagged.append(post)
+        return tagged
+
+    def _remove(self, post: OutPost) -> None:
+        self.open.pop(post.id, None)
+        self._classes[post.priority].remove(post)
+
+
+def same_attempt(tag: Tag, request: str, generation: int) -> bool:
+    return tag.request == request and tag.generation == generation
