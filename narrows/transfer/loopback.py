@@ -28,8 +28,8 @@ from narrows.transfer.base import (
     TransportStats,
 )
 from narrows.transfer.frames import MAX_MESSAGE_BYTES
-from narrows.transfer.memory import RegionTable, Revocations, allocate_private, misfit, token_of
-from narrows.transfer.outbox import OutMessage, Outbox, OutPost
+from narrows.transfer.memory import RegionTable, Revocations, allocate_private, misfit
+from narrows.transfer.outbox import Outbox, OutMessage, OutPost
 from narrows.transfer.signal import Signal
 
 
@@ -38,7 +38,7 @@ class LoopbackHub:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._transports: dict[str, "LoopbackTransport"] = {}
+        self._transports: dict[str, LoopbackTransport] = {}
         self._paused = False
         self._numbers = itertools.count(1)
 

@@ -9,7 +9,6 @@ from narrows.transfer.null import NullTransport
 from narrows.transfer.tcp import TcpTransport
 
 
-
 def _open_tcp(config: TransportConfig, hub: LoopbackHub) -> Transport:
     return TcpTransport(config)
 
