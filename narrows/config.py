@@ -8,6 +8,8 @@ from typing import Any, get_type_hints
 
 from narrows.errors import ConfigError
 
+DEFAULT_MODEL = "smollm2-135m"
+
 
 def setting(default: Any, text: str, **more: Any) -> Any:
     """A field with its help text. `choices` limits its values."""
@@ -18,7 +20,7 @@ def setting(default: Any, text: str, **more: Any) -> Any:
 class EngineConfig:
     """How a cluster on one machine is built. Names follow vLLM's where the meaning is the same."""
 
-    model: str = setting("smollm2-135m", "a Hugging Face folder, a GGUF file, or a known name")
+    model: str = setting(DEFAULT_MODEL, "a Hugging Face folder, a GGUF file, or a known name")
     served_model_name: str | None = setting(None, "what clients call the model (default: the name of the folder)")
     dtype: str = setting("bfloat16", "type of weights and KV", choices=("bfloat16", "float32"))
     prefill: int = setting(1, "number of prefill instances")

@@ -2,8 +2,8 @@
 
     coordinator -> decode    Reserve, Release, Shutdown
     coordinator -> prefill   Prefill, Push, Release, Shutdown
-    decode  -> coordinator   Ready, Progress, Heartbeat
-    prefill -> coordinator   Ready, Progress, Heartbeat
+    both    -> coordinator   Ready or Refused, then Progress, Heartbeat
+    prefill -> decode        HandOver, as the note of the last post
 
 A request's `generation` is in every message, so an answer to an attempt that is over is recognized and dropped.
 
@@ -138,5 +138,20 @@ class Shutdown:
     """Finish nothing more; close and exit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An instance can not start; the text says why, for the user."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Prefill to decode, behind the last byte of KV: what decode continues from."""
+
+    token: int  # sampled at prefill, its KV not computed yet
+    num_tokens: int  # whose KV has been pushed
+
+
 ToInstance = Reserve | Prefill | Push | Release | Shutdown
-ToCoordinator = Ready | Progress | Heartbeat
+ToCoordinator = Ready | Refused | Progress | Heartbeat

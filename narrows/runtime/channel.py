@@ -6,16 +6,14 @@ of `core.wire`, encoded as MessagePack with their type's name, and checked again
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from narrows.core import wire
 from narrows.core.ids import InstanceId
-from narrows.core.wire import ToCoordinator, ToInstance
-
-M = TypeVar("M")
+from narrows.core.wire import HandOver, ToCoordinator, ToInstance
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
@@ -28,19 +26,21 @@ _TYPES: dict[str, type] = {
         wire.Ready,
         wire.Progress,
         wire.Heartbeat,
+        wire.Refused,
+        wire.HandOver,
     )
 }
 
 
-def encode(message: ToInstance | ToCoordinator) -> bytes:
+def encode(message: ToInstance | ToCoordinator | HandOver) -> bytes:
     """Type name, a zero byte, then the fields as MessagePack."""
     return type(message).__name__.encode() + b"\0" + msgspec.msgpack.encode(message)
 
 
-def decode(frame: bytes) -> ToInstance | ToCoordinator:
+def decode(frame: bytes) -> ToInstance | ToCoordinator | HandOver:
     """The reverse of encode. Raises msgspec.ValidationError or KeyError on what is not a message of ours."""
     name, _, body = frame.partition(b"\0")
-    return msgspec.msgpack.decode(body, type=_TYPES[name.decode()])  # type: ignore[no-any-return]
+    return msgspec.msgpack.decode(body, type=_TYPES[name.decode()])
 
 
 class Channel(Protocol):
@@ -104,7 +104,7 @@ class MemoryChannel:
 
 
 class ZmqHub:
-    """A ROUTER socket; instances are known by "id/incarnation", so that a dead incarnation's words are not heard."""
+    """A ROUTER socket. Peers are known by "id/incarnation/part", so that a dead incarnation's words are not heard."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str = "127.0.0.1") -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -127,7 +127,7 @@ class ZmqHub:
         if incarnation is None:
             return
         try:
-            self.socket.send_multipart([f"{instance}/{incarnation}".encode(), encode(message)])
+            self.socket.send_multipart([f"{instance}/{incarnation}/main".encode(), encode(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -136,7 +136,7 @@ class ZmqHub:
         messages: list[tuple[InstanceId, ToCoordinator]] = []
         while self.socket.poll(0):
             sender, frame = self.socket.recv_multipart()
-            name, _, incarnation = sender.decode().partition("/")
+            name, incarnation, _part = sender.decode().split("/")
             if self._incarnations.get(InstanceId(name)) == incarnation:
                 messages.append((InstanceId(name), decode(frame)))  # type: ignore[arg-type]
         return messages
@@ -146,13 +146,18 @@ class ZmqHub:
 
 
 class ZmqChannel:
-    """A DEALER socket of an instance."""
+    """A DEALER socket of an instance. Messages of the coordinator go to its part "main"."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, instance: InstanceId, incarnation: str
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        instance: InstanceId,
+        incarnation: str,
+        part: str = "main",
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, f"{instance}/{incarnation}".encode())
+        self.socket.setsockopt(zmq.IDENTITY, f"{instance}/{incarnation}/{part}".encode())
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.set_hwm(0)
         self.socket.connect(address)

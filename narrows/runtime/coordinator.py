@@ -27,8 +27,8 @@ from narrows.core.wire import (
     Progress,
     Push,
     Ready,
+    Refused,
     Release,
-    Released,
     Reserve,
     Reserved,
     Started,
@@ -97,7 +97,7 @@ class Coordinator:
         max_queue: int,
         max_model_len: int,
         vocab_size: int,
-        observe: Callable[[Event], None] = lambda event: None,
+        observe: Callable[[Event], None],
     ) -> None:
         self._policy = policy
         self._max_queue = max_queue
@@ -127,7 +127,7 @@ class Coordinator:
             raise QueueFull(f"{len(self._queue)} requests are waiting already (max_queue); try again later")
         track = Track(replace(request, arrival_s=now_s), sink)
         self._tracks[request.id] = self._queue[request.id] = track
-        self._emit(EventKind.ARRIVED, track, now_s)
+        self._emit(EventKind.ARRIVED, track, now_s, num_prompt_tokens=len(request.prompt))
         self.schedule(now_s)
 
     def abort(self, request: RequestId, now_s: float, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -151,8 +151,8 @@ class Coordinator:
 
     def receive(self, instance: InstanceId, message: ToCoordinator, now_s: float) -> None:
         """Take in one message of an instance."""
-        if isinstance(message, Heartbeat):
-            return
+        if isinstance(message, (Heartbeat, Refused)):
+            return  # the cluster's to deal with
         if isinstance(message, Ready):
             self._members[instance] = Member(message.info)
         elif instance in self._members:
@@ -162,6 +162,9 @@ class Coordinator:
     def instance_lost(self, instance: InstanceId, reason: str, now_s: float) -> None:
         """An instance is dead for sure: it holds nothing, and its requests start over elsewhere."""
         self._members.pop(instance, None)
+        unsent = [item for item in self.outbox if item[0] != instance]  # the rest is not for its successor
+        self.outbox.clear()
+        self.outbox.extend(unsent)
         for key, hold in list(self._holds.items()):
             if instance not in (hold.prefill, hold.decode):
                 continue

@@ -1,0 +1,160 @@
+"""The command line: parse, call, no logic. Heavy imports happen inside the command that needs them."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import click
+
+from narrows import __version__
+from narrows.config import EngineConfig, ServerConfig, read_toml
+from narrows.errors import NarrowsError
+
+F = TypeVar("F", bound=Callable[..., Any])
+START_TIMEOUT_S = 300.0
+
+
+class Program(click.Group):
+    """Narrows' own errors are shown as one line, with exit status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NarrowsError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="narrows")
+@click.option("-v", "--verbose", is_flag=True, help="Log what instances do.")
+def main(verbose: bool) -> None:
+    """Serve a language model with prefill and decode in separate processes."""
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO if verbose else logging.WARNING
+    )
+
+
+def options(*configs: type) -> Callable[[F], F]:
+    """One option per field of the config classes, and --config. None stands for "not given"."""
+
+    def decorate(command: F) -> F:
+        for cls in reversed(configs):
+            hints = get_type_hints(cls)
+            for spec in reversed(fields(cls)):
+                command = _option(spec.name, hints[spec.name], spec.metadata, spec.default)(command)
+        return click.option(
+            "--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings."
+        )(command)
+
+    return decorate
+
+
+def _option(name: str, hint: Any, metadata: Any, default: Any) -> Callable[[F], F]:
+    flag = "--" + name.replace("_", "-")
+    text = metadata["help"] + ("" if default is None else f"  [default: {default}]")
+    kind = next((t for t in get_args(hint) if t is not type(None)), hint)
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", default=None, help=text)
+    choices = metadata.get("choices")
+    return click.option(flag, type=click.Choice(choices) if choices else kind, default=None, help=text)
+
+
+def build(given: dict[str, Any], config_file: Path | None) -> tuple[EngineConfig, ServerConfig]:
+    """Command line over TOML file over defaults. Raises ConfigError."""
+    values = read_toml(config_file) if config_file else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    parts = [
+        {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
+        for cls in (EngineConfig, ServerConfig)
+    ]
+    return EngineConfig(**parts[0]), ServerConfig(**parts[1])
+
+
+@main.command()
+@options(EngineConfig, ServerConfig)
+def serve(config_file: Path | None, **given: Any) -> None:
+    """Serve an OpenAI-compatible API until Ctrl-C."""
+    from narrows.launch import serve as run_server
+
+    run_server(*build(given, config_file), START_TIMEOUT_S)
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=None, help="Makes sampling repeatable.")
+@click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write answer and timings here.")
+@options(EngineConfig)
+def run(
+    prompt: str,
+    raw: bool,
+    json_file: Path | None,
+    config_file: Path | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    stop: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Answer PROMPT once ("-" reads it from standard input)."""
+    from narrows.core.request import SamplingParams
+    from narrows.launch import run_once
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    config, _ = build(given, config_file)
+    run_once(config, sys.stdin.read() if prompt == "-" else prompt, params, raw=raw, json_file=json_file)
+
+
+@main.command()
+@click.option("--tokens", type=int, default=4000, show_default=True, help="Length of the long prompt.")
+@click.option("--max-tokens", type=int, default=64, show_default=True, help="Longest answer.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+@options(EngineConfig)
+def demo(tokens: int, max_tokens: int, json_file: Path | None, config_file: Path | None, **given: Any) -> None:
+    """Ask a question about a long real text and show when each token came and what crossed the link."""
+    from narrows.demo import demo as run_demo
+
+    config, _ = build(given, config_file)
+    run_demo(config, num_tokens=tokens, max_tokens=max_tokens, json_file=json_file)
+
+
+@main.group()
+def bench() -> None:
+    """Measure, each figure beside a reference from the same run."""
+
+
+@bench.command("transport")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows here.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Interleaved repetitions; medians are shown.")
+def bench_transport(json_file: Path | None, rounds: int) -> None:
+    """Transports against raw sockets and memcpy; shaping; the wait of urgent traffic."""
+    from narrows.bench.transport import main as run_bench
+
+    run_bench(json_file, rounds=rounds)
+
+
+@bench.command("engine")
+@click.option("--case", "cases", multiple=True, help="Only these cases (default: all).")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Interleaved repetitions; medians are shown.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows here.")
+@options(EngineConfig)
+def bench_engine(
+    cases: tuple[str, ...], rounds: int, json_file: Path | None, config_file: Path | None, **given: Any
+) -> None:
+    """Decode, prefill and start against transformers in the same run."""
+    from narrows.bench.engine import main as run_bench
+
+    config, _ = build(given, config_file)
+    run_bench(config, cases=cases, rounds=rounds, json_file=json_file)

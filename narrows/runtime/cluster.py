@@ -1,0 +1,251 @@
+"""A cluster on this machine behind the Client contract: one thread drives coordinator, control channel and launcher."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import SystemRandom
+
+import zmq
+
+from narrows.config import EngineConfig
+from narrows.core.clock import Clock, MonotonicClock
+from narrows.core.events import Event
+from narrows.core.ids import InstanceId, RequestId, Role
+from narrows.core.request import FinishReason, Request
+from narrows.core.wire import Ready, Refused, Shutdown
+from narrows.errors import NarrowsError, Unavailable
+from narrows.metrics.export import PrometheusExporter
+from narrows.models.catalog import MODELS, Progress, resolve
+from narrows.models.spec import read_spec
+from narrows.runtime.channel import ZmqHub
+from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status
+from narrows.runtime.coordinator import Coordinator
+from narrows.runtime.launch_local import Launcher, Worker
+from narrows.runtime.sizing import plan_sizes
+from narrows.sched.least_batch import LeastBatch
+
+TURN_MS = 200  # how often deaths and silence are looked for when nothing comes
+CLOSE_TIMEOUT_S = 5.0
+
+Observer = Callable[[Event], None]
+
+
+def open_cluster(
+    config: EngineConfig, *, progress: Progress | None = None, observers: Sequence[Observer] = ()
+) -> "LocalCluster":
+    """Find the model (converting a GGUF file the first time, with `progress`), check the sizes, start the instances.
+
+    Returns while they load: see `wait_ready`. Raises ModelError and ConfigError before anything is started.
+    """
+    folder = resolve(config.model, progress=progress)
+    spec = read_spec(folder)
+    sizes = plan_sizes(config, spec)
+    name = config.served_model_name or (config.model if config.model in MODELS else Path(config.model).resolve().stem)
+    model = ServedModel(name, str(folder), sizes.max_model_len, spec.vocab_size)
+    return LocalCluster(config, model, observers=observers)
+
+
+class StartFailed(NarrowsError):
+    """An instance could not start; the text is its own."""
+
+
+class LocalCluster:
+    """Implements Client. Made by `open_cluster`; `close` it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ServedModel,
+        *,
+        observers: Sequence[Observer] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self.model = model
+        self._config = config
+        self._clock = clock or MonotonicClock()
+        self._exporter = PrometheusExporter()
+        self._observers = (self._exporter.observe, *observers)
+        self._random = SystemRandom()
+        self._lock = threading.RLock()  # guards all below; a sink may call back
+        self._coordinator = Coordinator(
+            LeastBatch(),
+            max_queue=config.max_queue,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            observe=self._observe,
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._hub = ZmqHub(self._context)
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_out.bind("inproc://wake")
+        self._wake_in.connect("inproc://wake")
+        self._launcher = Launcher(config, model, self._hub.address)
+        self._workers: dict[InstanceId, Worker] = {}
+        self._restarts: dict[InstanceId, int] = {}
+        self._changed = threading.Condition(self._lock)  # readiness, failure, closing
+        self._failure = ""  # the cluster can not serve any more
+        self._closing = False
+        for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+            for i in range(count):
+                self._launch(InstanceId(f"{role}-{i}"), role)
+        self._thread = threading.Thread(target=self._run, name="narrows-cluster", daemon=True)
+        self._thread.start()
+
+    # ---- Client
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if request.params.seed is None:
+            seed = self._random.getrandbits(63)
+            request = replace(request, params=replace(request.params, seed=seed))
+        with self._lock:
+            if self._closing or self._failure:
+                raise Unavailable(self._failure or "the server is shutting down")
+            self._coordinator.submit(request, sink, self._clock.now())
+            self._wake()
+
+    def abort(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        with self._lock:
+            self._coordinator.abort(request, self._clock.now(), reason)
+            self._wake()
+
+    def status(self) -> Status:
+        with self._lock:
+            members = self._coordinator.members()
+            views = {view.id: view for view in self._coordinator.view().instances}
+            instances = tuple(
+                InstanceStatus(
+                    id=name,
+                    role=worker.role,
+                    ready=name in members,
+                    running=members[name].load.running if name in members else 0,
+                    waiting=members[name].load.waiting if name in members else 0,
+                    used_pages=members[name].load.used_pages if name in members else 0,
+                    num_pages=views[name].num_pages if name in members else 0,
+                    restarts=self._restarts.get(name, 0),
+                )
+                for name, worker in sorted(self._workers.items())
+            )
+            missing = [role for role in Role if not self._coordinator.has(role)]
+            reason = self._failure or ("no " + " and no ".join(missing) + " instance is ready" if missing else "")
+            return Status(not reason and not self._closing, self._coordinator.num_queued, instances, reason)
+
+    def metrics(self) -> str:
+        with self._lock:
+            self._exporter.set_queued(self._coordinator.num_queued)
+            for member in self._coordinator.members().values():
+                self._exporter.set_load(member.info, member.load)
+        return self._exporter.render()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._coordinator.abort_all(self._clock.now())
+            self._changed.notify_all()
+            self._wake()
+        self._thread.join()
+        for socket in (self._wake_in, self._wake_out):
+            socket.close()
+        self._hub.close()
+        self._context.term()
+
+    # ---- beyond Client
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every instance has started. Raises StartFailed with an instance's own words, or Unavailable."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._failure or self._closing or all(w.ready for w in self._workers.values()), timeout_s
+            )
+            if self._failure:
+                raise StartFailed(self._failure)
+            if not done or self._closing:
+                late = ", ".join(name for name, worker in self._workers.items() if not worker.ready)
+                raise Unavailable(f"not ready after {timeout_s:.0f} s: {late}")
+
+    def pids(self) -> dict[InstanceId, int]:
+        """Process ids of the instances, for tests and for people who debug."""
+        with self._lock:
+            return {name: worker.process.pid for name, worker in self._workers.items()}
+
+    # ---- the driving thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._hub.socket, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        while True:
+            poller.poll(TURN_MS)
+            with self._lock:
+                while self._wake_out.poll(0):
+                    self._wake_out.recv()
+                self._receive()
+                self._look_after_workers()
+                self._send()
+                if self._closing:
+                    break
+        for name in self._workers:
+            self._hub.send(name, Shutdown())
+        self._launcher.stop(list(self._workers.values()), CLOSE_TIMEOUT_S)
+
+    def _receive(self) -> None:
+        for name, message in self._hub.receive():
+            worker, now_s = self._workers[name], self._clock.now()
+            worker.heard_s = now_s
+            if isinstance(message, Refused):
+                worker.error = message.error
+            elif isinstance(message, Ready):
+                worker.ready = True
+                self._changed.notify_all()
+            self._coordinator.receive(name, message, now_s)
+
+    def _look_after_workers(self) -> None:
+        now_s = self._clock.now()
+        for worker in list(self._workers.values()):
+            code = worker.process.poll()
+            if code is None and worker.ready and now_s - worker.heard_s > self._config.silence_s:
+                worker.process.kill()
+                worker.process.wait()
+                self._lost(worker, f"silent for {self._config.silence_s:.0f} s, killed")
+            elif code is not None and not self._closing:
+                self._lost(worker, worker.error or f"process ended with code {code}")
+
+    def _lost(self, worker: Worker, reason: str) -> None:
+        """A worker's process is gone for sure. Start it again, unless it never was ready at all, or too often."""
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        now_s = self._clock.now()
+        self._hub.expect(worker.name, None)
+        if (member := self._coordinator.members().get(worker.name)) is not None:
+            self._exporter.forget(member.info)
+        self._coordinator.instance_lost(worker.name, reason, now_s)
+        restarts = self._restarts.get(worker.name, 0)
+        never_ready = restarts == 0 and not worker.ready
+        if not never_ready and restarts < self._config.max_restarts:
+            self._restarts[worker.name] = restarts + 1
+            self._launch(worker.name, worker.role)
+            return
+        del self._workers[worker.name]
+        if never_ready or not any(w.role is worker.role for w in self._workers.values()):
+            self._failure = f"{worker.name} can not serve: {reason}"
+            self._coordinator.fail_all(self._failure, now_s)
+        self._changed.notify_all()
+
+    def _launch(self, name: InstanceId, role: Role) -> None:
+        worker = self._launcher.start(name, role, self._clock.now())
+        self._workers[name] = worker
+        self._hub.expect(name, worker.incarnation)
+
+    def _send(self) -> None:
+        while self._coordinator.outbox:
+            self._hub.send(*self._coordinator.outbox.popleft())
+
+    def _wake(self) -> None:
+        self._wake_in.send(b"")  # under the lock: one thread at a time
+
+    def _observe(self, event: Event) -> None:
+        for observer in self._observers:
+            observer(event)

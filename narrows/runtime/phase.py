@@ -1,0 +1,121 @@
+"""What prefill and decode instances have in common: the turn, the report, the sampling of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from narrows.core.request import FinishReason, Request, SampledToken
+from narrows.core.wire import Failed, Load, Produced, Progress, Released, Reserved, Started, ToInstance
+from narrows.runtime.channel import Channel
+from narrows.runtime.sampler import BrokenLogits, SamplingRow, sample
+from narrows.runtime.stopping import finish_reason
+from narrows.transfer.base import Transport, TransportEvent
+
+
+@dataclass(slots=True)
+class Report:
+    """Gathers what one turn has to say."""
+
+    reserved: list[Reserved] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    produced: list[Produced] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    released: list[Released] = field(default_factory=list)
+
+    def take(self, load: Load) -> Progress | None:
+        """The turn's message, or None when there is nothing to say; the report is empty again."""
+        progress = Progress(
+            tuple(self.reserved),
+            tuple(self.started),
+            tuple(self.produced),
+            tuple(self.failed),
+            tuple(self.released),
+            load,
+        )
+        if progress == Progress(load=load):
+            return None
+        for part in (self.reserved, self.started, self.produced, self.failed, self.released):
+            part.clear()
+        return progress
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What sampling needs to know of the model to end requests."""
+
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+
+    def choose(self, logits: Tensor, requests: Sequence[Request]) -> "list[Choice | str]":
+        """One token for each row of logits [n, V] and whether it is the request's last; an error text where the
+        model's output is broken."""
+        rows = [SamplingRow(r.params, r.params.seed or 0, r.prompt, r.output, self.eos_token_ids) for r in requests]
+        broken: tuple[int, ...] = ()
+        try:
+            sampled = iter(sample(logits, rows))
+        except BrokenLogits as error:
+            broken = error.rows
+            good = [i for i in range(len(rows)) if i not in broken]
+            sampled = iter(sample(logits[good], [rows[i] for i in good]))
+        return [
+            "the model produced NaN or infinite logits" if i in broken else self._judge(request, next(sampled))
+            for i, request in enumerate(requests)
+        ]
+
+    def _judge(self, request: Request, token: SampledToken) -> "Choice":
+        reason = finish_reason(
+            request.params,
+            (*request.output, token.id),
+            num_prompt=len(request.prompt),
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+        )
+        return Choice(token, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sampled token, and why the request ends with it (None: it goes on)."""
+
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+
+class Phase(Protocol):
+    """Prefill or decode: what an instance does with messages, transport events and its time."""
+
+    report: Report
+
+    def handle(self, message: ToInstance) -> None: ...
+
+    def on_event(self, event: TransportEvent) -> None: ...
+
+    def step(self) -> bool:
+        """Run the model once on what is ready; False when nothing is."""
+        ...
+
+    def load(self) -> Load: ...
+
+
+class Instance:
+    """One phase with its two links to the world. `turn` never blocks but to compute."""
+
+    def __init__(self, phase: Phase, channel: Channel, transport: Transport) -> None:
+        self.phase = phase
+        self.channel = channel
+        self.transport = transport
+
+    def turn(self) -> bool:
+        """Take in what has come, compute one step, say what is new. False when there was nothing to do."""
+        messages, events = self.channel.receive(), self.transport.poll()
+        for message in messages:
+            self.phase.handle(message)
+        for event in events:
+            self.phase.on_event(event)
+        stepped = self.phase.step()
+        progress = self.phase.report.take(self.phase.load())
+        if progress is not None:
+            self.channel.send(progress)
+        return bool(messages) or bool(events) or stepped

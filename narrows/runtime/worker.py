@@ -1,0 +1,151 @@
+"""The process of one instance: `python -m narrows.runtime.worker`, its WorkerSpec as one JSON line on standard input.
+
+Standard input stays open as a leash: when the parent dies, by whatever means, it closes and so does this process.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from narrows.config import EngineConfig
+from narrows.core.ids import InstanceId, Role
+from narrows.core.wire import Heartbeat, Ready, Refused, Shutdown, ToInstance
+from narrows.errors import NarrowsError
+from narrows.models.spec import read_spec
+from narrows.runtime.build import build_instance, build_model
+from narrows.runtime.channel import ZmqChannel
+from narrows.runtime.phase import Instance
+from narrows.runtime.sizing import plan_sizes
+from narrows.transfer.base import TransportConfig
+from narrows.transfer.registry import open_transport
+
+HEARTBEAT_S = 1.0
+IDLE_POLL_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that a worker process is told."""
+
+    config: EngineConfig
+    folder: str
+    role: Role
+    name: InstanceId
+    incarnation: str
+    hub: str  # address of the control channel
+    transport: str
+    secret: str
+
+
+class StoppableChannel:
+    """Sees Shutdown before the phase does."""
+
+    def __init__(self, channel: ZmqChannel) -> None:
+        self.send = channel.send
+        self._channel = channel
+        self.stopped = False
+
+    def receive(self) -> list[ToInstance]:
+        messages = self._channel.receive()
+        self.stopped = self.stopped or any(isinstance(message, Shutdown) for message in messages)
+        return messages
+
+
+def main() -> None:
+    """Serve until told to stop. Exits 1 after reporting why it could not start or go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = ZmqChannel(context, spec.hub, spec.name, spec.incarnation)
+    stop = threading.Event()
+    pulse = threading.Thread(target=_pulse, args=(context, spec, stop), daemon=True)
+    pulse.start()
+    code = 0
+    try:
+        _serve(spec, channel)
+    except NarrowsError as error:
+        channel.send(Refused(str(error)))
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        channel.send(Refused(f"{spec.name} failed: {traceback.format_exc(limit=-1).strip()}"))
+        code = 1
+    stop.set()
+    pulse.join()
+    channel.close()
+    context.term()
+    sys.stderr.flush()
+    os._exit(code)  # transports' native libraries may not survive an ordinary exit
+
+
+def _serve(spec: WorkerSpec, channel: ZmqChannel) -> None:
+    if spec.config.threads is not None:
+        torch.set_num_threads(spec.config.threads)
+    sizes = plan_sizes(spec.config, read_spec(Path(spec.folder)))
+    transport = open_transport(
+        spec.transport,
+        TransportConfig(
+            name=f"{spec.name}/{spec.incarnation}",
+            link_gbps=spec.config.link_gbps,
+            checksums=spec.config.checksums,
+            secret=spec.secret,
+        ),
+    )
+    try:
+        model, attention = build_model(spec.config, spec.folder, sizes)
+        stoppable = StoppableChannel(channel)
+        instance, info = build_instance(
+            spec.config,
+            sizes,
+            model,
+            attention,
+            role=spec.role,
+            name=spec.name,
+            incarnation=spec.incarnation,
+            transport=transport,
+            channel=stoppable,
+        )
+        channel.send(Ready(info))
+        _loop(instance, stoppable, channel)
+    finally:
+        transport.close()
+
+
+def _loop(instance: Instance, stoppable: StoppableChannel, channel: ZmqChannel) -> None:
+    poller = zmq.Poller()
+    poller.register(channel.socket, zmq.POLLIN)
+    poller.register(instance.transport.fileno(), zmq.POLLIN)
+    while not stoppable.stopped:
+        if not instance.turn():
+            poller.poll(IDLE_POLL_MS)
+
+
+def _pulse(context: "zmq.Context[zmq.Socket[bytes]]", spec: WorkerSpec, stop: threading.Event) -> None:
+    """Says that the process is alive while the main thread computes. A socket of its own: they are not shared."""
+    channel = ZmqChannel(context, spec.hub, spec.name, spec.incarnation, part="pulse")
+    while not stop.wait(HEARTBEAT_S):
+        channel.send(Heartbeat())
+    channel.close()
+
+
+def _exit_with_parent() -> None:
+    with contextlib.suppress(OSError):
+        while sys.stdin.buffer.read(4096):
+            pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
