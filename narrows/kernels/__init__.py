@@ -1,1 +1,30 @@
-"""What torch lacks on a CPU. `base.Kernels` is the contract, `reference` its plain torch twin, `native` the fast one."""
+"""What torch lacks on a CPU. `base.Kernels` is the contract, `reference` its torch twin, `native` the fast one."""
+
+import logging
+
+from narrows.errors import ConfigError, KernelError
+from narrows.kernels.base import Kernels
+from narrows.kernels.reference import ReferenceKernels
+
+log = logging.getLogger(__name__)
+
+
+def load(name: str = "auto") -> Kernels:
+    """The kernels called `name`: native, reference, or auto, which is native where it can be built.
+
+    auto falls back to reference with one warning that says why. Raises ConfigError for another name, KernelError when
+    native is asked for and can not be built.
+    """
+    if name == "reference":
+        return ReferenceKernels()
+    if name not in ("auto", "native"):
+        raise ConfigError(f"kernels: {name!r} is unknown; use auto, native or reference")
+    from narrows.kernels.native import NativeKernels  # the reference must work where native does not even import
+
+    try:
+        return NativeKernels()
+    except KernelError as error:
+        if name == "native":
+            raise
+        log.warning("slow reference kernels are used, because the native ones can not be built: %s", error)
+        return ReferenceKernels()

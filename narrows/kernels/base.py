@@ -35,8 +35,11 @@ class PagedBatch:
 class PackedLinear(Protocol):
     """A weight in the layout its kernels want. Made by Kernels.pack, valid for that object only."""
 
-    in_features: int
-    out_features: int
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
 
 
 class Kernels(Protocol):
@@ -74,7 +77,8 @@ class Kernels(Protocol):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """Rotate queries and keys (halves, as Hugging Face lays heads out), store K and V; returns queries [T, Hq, D]."""
+        """Rotate queries and keys (halves, as Hugging Face lays heads out), store K and V. Returns queries
+        [T, Hq, D]."""
         ...
 
     def attend(

@@ -1,0 +1,281 @@
+/* Attention over paged KV, included once per element type after micro.h.
+ *
+ * Keys come in blocks of KEYS tokens, aligned to multiples of KEYS from the request's first token. A block of one KV head is
+ * packed into what micro.h multiplies by:
+ *   keys   [D / PER_STEP] steps x [KEYS] columns
+ *   values [KEYS / PER_STEP] steps x [D] columns
+ * and folded into the running softmax (maximum, sum, weighted values) of each row that sees it.
+ *
+ * A request with many rows (prefill) packs its keys once and lets threads share its rows, `tile_rows` at a time. One with few
+ * (decode) is cut along its tokens, CHUNK at a time, each thread packing what it reads; the parts are merged at the end.
+ * Neither cut depends on the other requests or on the number of threads, so neither does the result.
+ */
+
+INLINE long T(block_steps)(const attend_call *c) { return c->head_dim * (2 * KEYS / PER_STEP); }
+
+/* Where the entries of 64 tokens from `base` on are; NULL past the end of the context. */
+static void T(find_tokens)(const attend_call *c, long request, long base, const STEP **where) {
+    const int32_t *pages = c->page_table + request * c->table_stride;
+    const long words = c->num_kv_heads * c->head_dim * 2 / PER_STEP, length = c->context_len[request];
+    long page = base / c->page_size, offset = base % c->page_size;
+    for (int i = 0; i < KEYS; i++) {
+        where[i] = base + i < length ? (const STEP *)c->entries + (pages[page] * c->page_size + offset) * words : NULL;
+        if (++offset == c->page_size) offset = 0, page++;
+    }
+}
+
+/* Pack one KV head of the tokens that `where` points to; absent ones become zeros. `next`: the tokens to ask for meanwhile. */
+static void T(pack_block)(const attend_call *c, long head, const STEP *const *where, const STEP *const *next, STEP *out) {
+    static const STEP zeros[MAX_HEAD_DIM * 2];
+    const long entry = c->head_dim * 2 / PER_STEP, half = entry / 2, at = head * entry;
+    STEP *values = out + half * KEYS;
+    for (int i = 0; i < KEYS; i += 16) {
+        const STEP *rows[16];
+        for (int j = 0; j < 16; j++) rows[j] = where[i + j] ? where[i + j] + at : zeros;
+        if (next)
+            for (int j = 0; j < 16; j++)
+                if (next[i + j])
+                    for (long b = 0; b < entry; b += 64 / sizeof(STEP)) __builtin_prefetch(next[i + j] + at + b);
+        for (long k = 0; k < half; k += 16)
+            transpose16((const word *const *)rows, k, half - k < 16 ? (int)(half - k) : 16,
+                        (word *)(out + k * KEYS + i), KEYS);
+        for (int j = 0; j < 16; j += PER_STEP) {
+            STEP *to = values + (i + j) / PER_STEP * c->head_dim;
+#if PER_STEP == 2
+            const bf16 *low = (const bf16 *)(rows[j] + half), *high = (const bf16 *)(rows[j + 1] + half);
+            for (long d = 0; d < c->head_dim; d += VL) {
+                vh a, b;
+                memcpy(&a, low + d, sizeof a);
+                memcpy(&b, high + d, sizeof b);
+                vu pair = widen(a) | (widen(b) << 16);
+                memcpy(to + d, &pair, sizeof pair);
+            }
+#else
+            memcpy(to, rows[j] + half, (size_t)c->head_dim * sizeof(float));
+#endif
+        }
+    }
+}
+
+/* Rows of one KV head that are computed together, in ascending order of position. */
+typedef struct {
+    const STEP *query; /* [rows, D / PER_STEP] */
+    int rows;
+    const long *end; /* [rows]: row r sees the tokens before end[r], its own the last of them */
+    float *sum;      /* [rows, D] weighted values */
+    float *total;    /* [rows, LANES]: the sum of weights is the sum over lanes */
+    float *peak;     /* [rows] greatest score so far, unscaled */
+} T(tile);
+
+static void T(start)(const attend_call *c, const T(tile) *t) {
+    memset(t->sum, 0, sizeof(float) * (size_t)(t->rows * c->head_dim));
+    memset(t->total, 0, sizeof(float) * (size_t)(t->rows * LANES));
+    for (int r = 0; r < t->rows; r++) t->peak[r] = -INFINITY;
+}
+
+/* Turn a row's scores for `width` keys (a multiple of 16) into weights. Those outside [low, high) are hidden. */
+INLINE void T(weigh)(const attend_call *c, const T(tile) *t, long row, const float *scores, int width, long low,
+                     long high, STEP *weights) {
+    const int n = width / VL;
+    vf s[KEYS / VL], peak = vf_all(-INFINITY);
+    for (int i = 0; i < n; i++) s[i] = vf_load(scores + i * VL);
+    if (low > 0 || high < width) {
+        vi lane;
+        for (int i = 0; i < VL; i++) lane[i] = i;
+        for (int i = 0; i < n; i++, lane += VL)
+            s[i] = vf_select((vi)(lane >= (int32_t)low) & (vi)(lane < (int32_t)high), s[i], vf_all(-INFINITY));
+    }
+    for (int i = 0; i < n; i++) peak = vf_max(peak, s[i]);
+    float *total = t->total + row * LANES, old = t->peak[row];
+    if (vf_any_greater(peak, vf_all(old))) {
+        float now = vf_reduce_max(peak), *sum = t->sum + row * c->head_dim;
+        vf fade = vf_exp2(vf_all((old - now) * c->scale2));
+        for (long d = 0; d < c->head_dim; d += VL) vf_store(sum + d, vf_load(sum + d) * fade);
+        for (int i = 0; i < LANES; i += VL) vf_store(total + i, vf_load(total + i) * fade);
+        t->peak[row] = old = now;
+    }
+    /* subtracted before scaling: exact near the peak, and no overflow */
+    const vf shift = vf_all(old == -INFINITY ? 0.f : old);
+    for (int i = 0; i < n; i++) {
+        vf p = vf_exp2((s[i] - shift) * c->scale2);
+        float *lanes = total + i % NV * VL;
+        vf_store(lanes, vf_load(lanes) + p);
+#if PER_STEP == 2
+        vf_store_bf16((bf16 *)weights + i * VL, p);
+#else
+        vf_store(weights + i * VL, p);
+#endif
+    }
+}
+
+/* Fold the packed block of the keys base..base+KEYS into every row of the tile that sees any of them. */
+static void T(fold)(const attend_call *c, const T(tile) *t, const STEP *packed, long base) {
+    float scores[FOLD_ROWS * KEYS] __attribute__((aligned(64)));
+    STEP weights[FOLD_ROWS * KEYS / PER_STEP] __attribute__((aligned(64)));
+    const long half = c->head_dim / PER_STEP;
+    for (int r = 0; r < t->rows; r += FOLD_ROWS) {
+        const int rows = t->rows - r < FOLD_ROWS ? t->rows - r : FOLD_ROWS;
+        long seen = t->end[r + rows - 1] - base;
+        if (seen <= 0 || begin_of(c, t->end[r]) >= base + KEYS) continue;
+        const int width = seen >= KEYS ? KEYS : (int)((seen + LANES - 1) / LANES * LANES);
+        T(product) p = {t->query + r * half, half, packed, KEYS, half, scores, KEYS};
+        T(multiply)(rows, width / LANES, &p, 0);
+        for (int i = 0; i < rows; i++) {
+            const float *row = scores + i * KEYS;
+            STEP *to = weights + i * (KEYS / PER_STEP);
+            long low = begin_of(c, t->end[r + i]) - base, high = t->end[r + i] - base;
+            if (width == KEYS && low <= 0 && high >= KEYS)
+                T(weigh)(c, t, r + i, row, KEYS, 0, KEYS, to);
+            else
+                T(weigh)(c, t, r + i, row, width, low, high, to);
+        }
+        for (long d = 0; d < c->head_dim; d += FOLD_BLOCKS * LANES) {
+            long columns = c->head_dim - d < FOLD_BLOCKS * LANES ? c->head_dim - d : FOLD_BLOCKS * LANES;
+            T(product) q = {weights, KEYS / PER_STEP, packed + half * KEYS + d, c->head_dim, width / PER_STEP,
+                            t->sum + r * c->head_dim + d, c->head_dim};
+            T(multiply)(rows, (int)(columns / LANES), &q, 1);
+        }
+    }
+}
+
+/* Write one finished row: weighted values over the sum of weights. */
+static void T(finish)(const attend_call *c, long row, const float *sum, float total, float peak) {
+    const float scale = total == 0.f ? 0.f : 1.f / total;
+    for (long d = 0; d < c->head_dim; d += VL) {
+#if PER_STEP == 2
+        vf_store_bf16((bf16 *)c->out + row * c->head_dim + d, vf_load(sum + d) * scale);
+#else
+        vf_store((float *)c->out + row * c->head_dim + d, vf_load(sum + d) * scale);
+#endif
+    }
+    c->lse[row] = total == 0.f ? -INFINITY : peak * c->scale + logf(total);
+}
+
+static float T(total_of)(const float *lanes) {
+    vf s = vf_load(lanes);
+    for (int i = VL; i < LANES; i += VL) s += vf_load(lanes + i);
+    return vf_reduce_add(s);
+}
+
+/* Rows at..at+rows (position-major, then head of the group) of one KV head of a request whose blocks are packed. */
+static void T(attend_tile)(const attend_call *c, long request, long head, long at, int rows, const STEP *packed) {
+    STEP query[TILE_ROWS * MAX_HEAD_DIM / PER_STEP] __attribute__((aligned(64)));
+    float sum[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float total[TILE_ROWS * LANES] __attribute__((aligned(64))), peak[TILE_ROWS];
+    const long group = c->num_heads / c->num_kv_heads, half = c->head_dim / PER_STEP;
+    const long start = c->query_start[request], length = c->context_len[request];
+    const long past = length - (c->query_start[request + 1] - start);
+    long to[TILE_ROWS], ends[TILE_ROWS];
+    for (int r = 0; r < rows; r++) {
+        const long i = (at + r) / group;
+        to[r] = (start + i) * c->num_heads + head * group + (at + r) % group;
+        ends[r] = past + i + 1;
+        memcpy(query + r * half, (const STEP *)c->query + to[r] * half, (size_t)half * sizeof(STEP));
+    }
+    T(tile) t = {query, rows, ends, sum, total, peak};
+    T(start)(c, &t);
+    const long end = (ends[rows - 1] + KEYS - 1) / KEYS;
+    for (long b = begin_of(c, ends[0]) / KEYS; b < end; b++) T(fold)(c, &t, packed + b * T(block_steps)(c), b * KEYS);
+    for (int r = 0; r < rows; r++)
+        T(finish)(c, to[r], sum + r * c->head_dim, T(total_of)(total + r * LANES), peak[r]);
+}
+
+/* A request with many rows: all its keys packed, KV heads by groups that fit the scratch, then rows tile by tile. */
+static void T(attend_wide)(const attend_call *c, team me, long request, atomic_long *tickets) {
+    const long begin = c->query_start[request], rows = (c->query_start[request + 1] - begin) * (c->num_heads / c->num_kv_heads);
+    const long blocks = (c->context_len[request] + KEYS - 1) / KEYS, size = T(block_steps)(c);
+    const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    STEP *packed = c->scratch;
+    long base = 0;
+    for (long h0 = 0; h0 < c->num_kv_heads; h0 += c->heads_at_once) {
+        const long heads = c->num_kv_heads - h0 < c->heads_at_once ? c->num_kv_heads - h0 : c->heads_at_once;
+        long first, end, i;
+        team_share(me, blocks, &first, &end);
+        for (long b = first; b < end; b++) {
+            const STEP *where[KEYS];
+            T(find_tokens)(c, request, b * KEYS, where);
+            for (long h = 0; h < heads; h++) T(pack_block)(c, h0 + h, where, NULL, packed + (h * blocks + b) * size);
+        }
+        team_wait(me);
+        /* the last rows see the most keys: they go first */
+        while ((i = atomic_fetch_add(tickets, 1) - base) < tiles * heads) {
+            const long at = (tiles - 1 - i / heads) * TILE_ROWS, h = i % heads;
+            T(attend_tile)(c, request, h0 + h, at, rows - at < TILE_ROWS ? (int)(rows - at) : TILE_ROWS,
+                           packed + h * blocks * size);
+        }
+        base += tiles * heads + me.size; /* each member draws one ticket too many */
+        team_wait(me);
+    }
+}
+
+/* One chunk of a request with few rows: all its heads, to a part of the result. */
+static void T(attend_chunk)(const attend_call *c, long request, long from, long until, float *part, STEP *packed) {
+    const long group = c->num_heads / c->num_kv_heads, half = c->head_dim / PER_STEP;
+    const long start = c->query_start[request], rows = c->query_start[request + 1] - start;
+    float *sum = part, *total = sum + rows * c->num_heads * c->head_dim, *peak = total + rows * c->num_heads * LANES;
+    const STEP *where[2][KEYS];
+    T(find_tokens)(c, request, from, where[0]);
+    for (long base = from; base < until; base += KEYS) {
+        const STEP **now = where[base / KEYS % 2 != from / KEYS % 2], **next = where[base / KEYS % 2 == from / KEYS % 2];
+        if (base + KEYS < until) T(find_tokens)(c, request, base + KEYS, next);
+        for (long h = 0; h < c->num_kv_heads; h++) {
+            T(pack_block)(c, h, now, base + KEYS < until ? next : NULL, packed);
+            for (long i = 0; i < rows; i++) {
+                const long row = i * c->num_heads + h * group;
+                for (long g = 0; g < group; g += TILE_ROWS) {
+                    long ends[TILE_ROWS];
+                    const int n = group - g < TILE_ROWS ? (int)(group - g) : TILE_ROWS;
+                    for (int r = 0; r < n; r++) ends[r] = c->context_len[request] - rows + i + 1;
+                    T(tile) t = {(const STEP *)c->query + (start * c->num_heads + row + g) * half, n, ends,
+                                 sum + (row + g) * c->head_dim, total + (row + g) * LANES, peak + row + g};
+                    if (base == from) T(start)(c, &t);
+                    T(fold)(c, &t, packed, base);
+                }
+            }
+        }
+    }
+}
+
+/* Merge the parts of one row: each counts with exp(its peak - the greatest peak). */
+static void T(merge)(const attend_call *c, const narrow *n, long row) {
+    const long size = part_floats(c, n->rows), totals = n->rows * c->num_heads * c->head_dim;
+    const long peaks = totals + n->rows * c->num_heads * LANES;
+    float peak = -INFINITY, total = 0.f, sum[MAX_HEAD_DIM] __attribute__((aligned(64))) = {0};
+    for (long p = 0; p < n->parts; p++) {
+        const float here = n->part[p * size + peaks + row];
+        if (here > peak) peak = here;
+    }
+    for (long p = 0; p < n->parts; p++) {
+        const float *part = n->part + p * size, here = part[peaks + row];
+        /* a part that saw nothing holds zeros */
+        const float weight = here == -INFINITY ? 1.f : expf((here - peak) * c->scale);
+        total += weight * T(total_of)(part + totals + row * LANES);
+        for (long d = 0; d < c->head_dim; d++) sum[d] += weight * part[row * c->head_dim + d];
+    }
+    T(finish)(c, c->query_start[n->request] * c->num_heads + row, sum, total, peak);
+}
+
+static void T(attend_team)(void *data) {
+    attend_call *c = data;
+    const team me = this_team();
+    atomic_long *ticket = c->tickets;
+    for (long r = 0; r < c->num_requests; r++)
+        if (is_wide(c, r)) T(attend_wide)(c, me, r, ticket++);
+    if (!c->num_parts) return;
+    STEP *packed = (STEP *)((char *)c->scratch + (size_t)me.id * c->scratch_stride);
+    long i, n = 0;
+    while ((i = atomic_fetch_add(ticket, 1)) < c->num_parts) {
+        while (i >= c->narrow[n].first + c->narrow[n].parts) n++;
+        const narrow *w = c->narrow + n;
+        const long from = w->begin + (i - w->first) * CHUNK, until = from + CHUNK < w->end ? from + CHUNK : w->end;
+        T(attend_chunk)(c, w->request, from, until, w->part + (i - w->first) * part_floats(c, w->rows), packed);
+    }
+    team_wait(me);
+    long first, end, row = 0;
+    team_share(me, c->num_narrow_rows, &first, &end);
+    for (n = 0; n < c->num_narrow; n++) {
+        const long rows = c->narrow[n].rows * c->num_heads;
+        for (long k = first > row ? first - row : 0; k < rows && row + k < end; k++) T(merge)(c, c->narrow + n, k);
+        row += rows;
+    }
+}

@@ -1,0 +1,154 @@
+/* bfloat16 matrix products on packed weights, with what follows them.
+ *
+ * A weight [N, K] is packed by panels of PANEL outputs, so that a step of 16 outputs needs no sum across lanes:
+ *   [N / PANEL] panels x [K / 2] steps x [PANEL] outputs x 2 neighbours of K, zeros past N
+ * A panel is one contiguous stream. Few rows (decode): threads share the panels, each weight is read once, at the speed of
+ * memory. Many rows (prefill): threads draw tasks of ROWS_AT_ONCE rows by some panels; a panel stays in the first-level cache
+ * while the rows go by from the second.
+ */
+
+#include "simd.h"
+#include "threads.h"
+
+#define PANEL 32
+#define MAX_TILE 14 /* rows that are multiplied and written together */
+#define TASK_BYTES (256 << 10) /* of x: what stays in the second-level cache beside a panel */
+#define AHEAD 4096             /* bytes of weights asked for before their use, when rows are few */
+
+#if defined(NARROWS_AVX512)
+#define MAX_ROWS 14 /* 28 accumulators, 2 vectors of weights and one of x: 31 of 32 registers */
+#define MAX_BLOCKS 2
+#else
+#define MAX_ROWS 3
+#define MAX_BLOCKS (VL == 8 ? 2 : 1)
+#endif
+
+#define NARROWS_BF16 1
+#include "micro.h"
+
+typedef struct {
+    const bf16 *x;      /* [rows, steps * 2] */
+    const word *weight; /* packed */
+    const float *bias;  /* [N] or NULL */
+    bf16 *y;            /* [rows, outputs] */
+    int add;            /* y += instead of y = */
+    int gated;          /* outputs are silu(first half of N) * second half */
+    long rows, steps, outputs;
+    long task_rows, task_panels;
+    atomic_long ticket;
+} linear_call;
+
+#define CASE(r) \
+    case r: \
+        if (r <= MAX_ROWS) { \
+            if (ahead) micro_bf16(r, MAX_BLOCKS, p, 0, AHEAD); \
+            else micro_bf16(r, MAX_BLOCKS, p, 0, 0); \
+        } \
+        break;
+
+/* tile [rows, PANEL] = x times one panel */
+static void multiply(const linear_call *c, const bf16 *x, int rows, long panel, float *tile, int ahead) {
+    for (int r = 0; r < rows; r += MAX_ROWS)
+        for (int j = 0; j < PANEL; j += MAX_BLOCKS * LANES) {
+            const product_bf16 whole = {(const word *)x + r * c->steps, c->steps, c->weight + panel * c->steps * PANEL + j,
+                                        PANEL, c->steps, tile + r * PANEL + j, PANEL}, *p = &whole;
+            switch (rows - r < MAX_ROWS ? rows - r : MAX_ROWS) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+                CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+            }
+        }
+}
+
+INLINE vf silu(vf x) { return x / (1.f + vf_exp2(x * -LOG2E)); }
+
+INLINE vf load_partial(const bf16 *p, long n) {
+    bf16 whole[VL] = {0};
+    memcpy(whole, p, (size_t)n * sizeof *p);
+    return vf_load_bf16(whole);
+}
+
+/* Write one tile: bias, gate, sum with what was there, rounding. `up` is the gate's partner, or NULL. */
+static void write_tile(const linear_call *c, const float *tile, const float *up, long row, int rows, long panel) {
+    for (long at = 0; at < PANEL; at += VL) {
+        const long column = panel * PANEL + at, n = c->outputs - column < VL ? c->outputs - column : VL;
+        if (n <= 0) return;
+        vf bias = {0}, up_bias = {0};
+        if (c->bias) {
+            memcpy(&bias, c->bias + column, (size_t)n * sizeof(float));
+            if (up) memcpy(&up_bias, c->bias + c->outputs + column, (size_t)n * sizeof(float));
+        }
+        for (int r = 0; r < rows; r++) {
+            bf16 *y = c->y + (row + r) * c->outputs + column;
+            vf v = vf_load(tile + r * PANEL + at) + bias;
+            if (up) v = silu(v) * (vf_load(up + r * PANEL + at) + up_bias);
+            if (c->add) v += n == VL ? vf_load_bf16(y) : load_partial(y, n);
+            if (n == VL) {
+                vf_store_bf16(y, v);
+            } else {
+                bf16 whole[VL];
+                vf_store_bf16(whole, v);
+                memcpy(y, whole, (size_t)n * sizeof *y);
+            }
+        }
+    }
+}
+
+/* Rows first..end by panels from..until. */
+static void run_task(const linear_call *c, long first, long end, long from, long until) {
+    float tile[2][MAX_TILE * PANEL] __attribute__((aligned(64)));
+    const long panels = (c->outputs + PANEL - 1) / PANEL, blocks = (end - first + MAX_TILE - 1) / MAX_TILE;
+    for (long panel = from; panel < until; panel++)
+        for (long b = 0; b < blocks; b++) {
+            /* blocks of nearly equal height */
+            const long row = first + (end - first) * b / blocks;
+            const int rows = (int)(first + (end - first) * (b + 1) / blocks - row);
+            const int ahead = b == 0 && end - first <= MAX_TILE * 4;
+            multiply(c, c->x + row * c->steps * 2, rows, panel, tile[0], ahead);
+            if (c->gated) multiply(c, c->x + row * c->steps * 2, rows, panels + panel, tile[1], ahead);
+            write_tile(c, tile[0], c->gated ? tile[1] : NULL, row, rows, panel);
+        }
+}
+
+static void linear_team(void *data) {
+    linear_call *c = data;
+    const team me = this_team();
+    const long panels = (c->outputs + PANEL - 1) / PANEL;
+    long first, end, i;
+    if (c->task_rows >= c->rows) {
+        team_share(me, panels, &first, &end);
+        run_task(c, 0, c->rows, first, end);
+        return;
+    }
+    const long high = (c->rows + c->task_rows - 1) / c->task_rows, wide = (panels + c->task_panels - 1) / c->task_panels;
+    while ((i = atomic_fetch_add(&c->ticket, 1)) < high * wide) {
+        const long row = i / wide * c->task_rows, panel = i % wide * c->task_panels;
+        run_task(c, row, row + c->task_rows < c->rows ? row + c->task_rows : c->rows, panel,
+                 panel + c->task_panels < panels ? panel + c->task_panels : panels);
+    }
+}
+
+/* y [rows, outputs] (+)= x [rows, steps * 2] times weight, plus bias. With `gated`, outputs must be a multiple of PANEL. */
+void narrows_linear(void *y, const void *x, const void *weight, const float *bias, long rows, long steps, long outputs,
+                    int add, int gated, int num_threads) {
+    linear_call c = {.x = x, .weight = weight, .bias = bias, .y = y, .add = add, .gated = gated, .rows = rows,
+                     .steps = steps, .outputs = outputs};
+    const long panels = (outputs + PANEL - 1) / PANEL;
+    c.task_rows = TASK_BYTES / (steps * 4) / MAX_TILE * MAX_TILE;
+    if (c.task_rows < 4 * MAX_TILE) c.task_rows = 4 * MAX_TILE;
+    const long high = (rows + c.task_rows - 1) / c.task_rows;
+    /* enough tasks to even out, few enough that x is read from the second-level cache */
+    c.task_panels = (panels * high + 8 * num_threads - 1) / (8 * num_threads);
+    if (c.task_panels > panels) c.task_panels = panels;
+    if (c.task_panels < 1) c.task_panels = 1;
+    if (!rows) return;
+    team_run(linear_team, &c, outputs * (gated ? 2 : 1) * steps > 16384 ? num_threads : 1);
+}
+
+/* y [rows, half] = silu(x[:, :half]) * x[:, half:] for widths that no panel fits. */
+void narrows_silu_mul(bf16 *y, const bf16 *x, long rows, long half) {
+    for (long r = 0; r < rows; r++)
+        for (long d = 0; d < half; d++) {
+            const float gate = bf16_to_float(x[r * 2 * half + d]);
+            y[r * half + d] = float_to_bf16(gate / (1.f + expf(-gate)) * bf16_to_float(x[r * 2 * half + half + d]));
+        }
+}

@@ -1,0 +1,267 @@
+"""The fast kernels: C compiled on first use (csrc/), called with the tensors' addresses.
+
+Threads are torch's: its OpenMP pool, torch.get_num_threads() of it. Results of a row do not depend on the other rows of
+the call nor on the number of threads.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrows.errors import KernelError
+from narrows.kernels.base import PackedLinear, PagedBatch
+from narrows.kernels.build import build, load_library
+from narrows.kernels.reference import PlainLinear, ReferenceKernels
+
+PANEL = 32  # outputs of a packed panel, as in csrc/linear.c
+MAX_HEAD_DIM = 256  # as in csrc/attend.c
+AMX_ROWS = 64  # from here on torch's tile-based product is faster than ours, where the processor has tiles
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLinear:
+    """A bfloat16 weight in panels [N / 32, K / 2, 32, 2], zeros past N and K."""
+
+    in_features: int
+    out_features: int
+    panels: Tensor
+    bias: Tensor | None  # float32
+    plain: PlainLinear | None  # also kept as it was, for large products on a processor with AMX
+    weight_ptr: int
+    bias_ptr: int
+
+
+class NativeKernels:
+    """Kernels (see base) in C. bfloat16 throughout; in float32 the products are torch's own.
+
+    Arguments of a wrong dtype, shape or layout raise KernelError; what slots, page tables and lengths say is trusted.
+    """
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        library = library or load_library(build())
+        self._linear = declare(library, "narrows_linear", "p" * 4 + "lll" + "iii")
+        self._silu_mul = declare(library, "narrows_silu_mul", "ppll")
+        self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llfi")
+        self._rope_store = declare(library, "narrows_rope_store", "i" + "p" * 9 + "llllfi")
+        self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fli")
+        self._plain = ReferenceKernels()
+        self._has_tiles = torch.cpu._is_amx_tile_supported()
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        if weight.dtype != torch.bfloat16:
+            return self._plain.pack(weight, bias)
+        outputs, inputs = weight.shape
+        padded = F.pad(weight, (0, inputs % 2, 0, -outputs % PANEL)).contiguous()
+        steps = padded.view(torch.int32)
+        panels = steps.view(-1, PANEL, steps.shape[1]).transpose(1, 2).contiguous()
+        exact_bias = None if bias is None else bias.float().contiguous()
+        return PanelLinear(
+            inputs,
+            outputs,
+            panels,
+            exact_bias,
+            PlainLinear(weight, bias) if self._has_tiles else None,
+            panels.data_ptr(),
+            0 if exact_bias is None else exact_bias.data_ptr(),
+        )
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PlainLinear):
+            return self._plain.linear(x, weight, residual=residual)
+        assert isinstance(weight, PanelLinear)
+        rows = check_rows(x, weight)
+        if weight.plain is not None and rows >= AMX_ROWS:
+            return self._plain.linear(x, weight.plain, residual=residual)
+        if residual is None:
+            y = x.new_empty(rows, weight.out_features)
+        else:
+            y = residual
+            if y.dtype != x.dtype or y.shape != (rows, weight.out_features) or not y.is_contiguous():
+                raise KernelError(f"residual: want {[rows, weight.out_features]} like x, got {describe(y)}")
+        if weight.in_features % 2:
+            x = F.pad(x, (0, 1))
+        self._linear(
+            y.data_ptr(),
+            x.data_ptr(),
+            weight.weight_ptr,
+            weight.bias_ptr,
+            rows,
+            (weight.in_features + 1) // 2,
+            weight.out_features,
+            residual is not None,
+            0,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def gated_linear(self, x: Tensor, gate_up: PackedLinear) -> Tensor:
+        if isinstance(gate_up, PlainLinear):
+            return self._plain.gated_linear(x, gate_up)
+        assert isinstance(gate_up, PanelLinear)
+        rows, width = check_rows(x, gate_up), gate_up.out_features // 2
+        if gate_up.plain is not None and rows >= AMX_ROWS:
+            return self._plain.gated_linear(x, gate_up.plain)
+        y = x.new_empty(rows, width)
+        if width % PANEL:
+            both = self.linear(x, gate_up)
+            self._silu_mul(y.data_ptr(), both.data_ptr(), rows, width)
+            return y
+        if gate_up.in_features % 2:
+            x = F.pad(x, (0, 1))
+        self._linear(
+            y.data_ptr(),
+            x.data_ptr(),
+            gate_up.weight_ptr,
+            gate_up.bias_ptr,
+            rows,
+            (gate_up.in_features + 1) // 2,
+            width,
+            0,
+            1,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        check_like("x", x, x)
+        check_like("weight", weight, x, (width,))
+        y = torch.empty_like(x)
+        rows = x.numel() // width if width else 0
+        self._rms_norm(
+            is_bf16(x), y.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, torch.get_num_threads()
+        )
+        return y
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        entries: Tensor,
+        batch: PagedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        rows, (_, num_kv_heads, entry_dim) = qkv.shape[0], entries.shape
+        head_dim = entry_dim // 2
+        check_head_dim(head_dim)
+        check_like("qkv", qkv, qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim))
+        check_like("entries", entries, qkv)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                check_like(name, norm, qkv, (head_dim,))
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.dtype is not torch.float32 or table.shape[-1] != head_dim // 2 or not table.is_contiguous():
+                raise KernelError(
+                    f"{name}: want contiguous float32 [positions, {head_dim // 2}], got {describe(table)}"
+                )
+        query = qkv.new_empty(rows, num_heads, head_dim)
+        self._rope_store(
+            is_bf16(qkv),
+            query.data_ptr(),
+            entries.data_ptr(),
+            qkv.data_ptr(),
+            indices("positions", batch.positions, rows),
+            indices("slots", batch.slots, rows),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(),
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            eps,
+            torch.get_num_threads(),
+        )
+        return query
+
+    def attend(
+        self, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        (rows, num_heads, head_dim), num_kv_heads = query.shape, entries.shape[1]
+        check_head_dim(head_dim)
+        check_like("query", query, query)
+        check_like("entries", entries, query, (entries.shape[0], num_kv_heads, 2 * head_dim))
+        if num_heads % num_kv_heads:
+            raise KernelError(f"query: {num_heads} heads are no multiple of the {num_kv_heads} KV heads of entries")
+        if not scale > 0.0 or (window is not None and window < 1):
+            raise KernelError(f"scale and window must be above 0, got {scale} and {window}")
+        requests = batch.context_len.shape[0]
+        out, lse = torch.empty_like(query), query.new_empty(rows, num_heads, dtype=torch.float32)
+        status = self._attend(
+            is_bf16(query),
+            out.data_ptr(),
+            lse.data_ptr(),
+            query.data_ptr(),
+            entries.data_ptr(),
+            indices("query_start", batch.query_start, requests + 1),
+            indices("context_len", batch.context_len, requests),
+            indices("page_table", batch.page_table, batch.page_table.numel()),
+            requests,
+            batch.page_table.shape[1],
+            batch.page_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            scale,
+            window or 0,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise KernelError(f"attend: no memory for the scratch of a context of {batch.max_context} tokens")
+        return out, lse
+
+
+def declare(library: ctypes.CDLL, name: str, signature: str) -> "ctypes._NamedFuncPointer":
+    """The C function, with one letter per argument: pointer, long, int, float. Where it returns nothing, nobody looks."""
+    function = library[name]
+    types = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+    function.argtypes = [types[letter] for letter in signature]  # type: ignore[misc]
+    function.restype = ctypes.c_int
+    return function
+
+
+def is_bf16(x: Tensor) -> bool:
+    if x.dtype is torch.bfloat16:
+        return True
+    if x.dtype is torch.float32:
+        return False
+    raise KernelError(f"dtype: native kernels know bfloat16 and float32, not {x.dtype}; use kernels = reference")
+
+
+def check_rows(x: Tensor, weight: PanelLinear) -> int:
+    """The number of rows of x, which must fit the weight."""
+    if x.dtype is not torch.bfloat16 or x.dim() != 2 or x.shape[1] != weight.in_features or not x.is_contiguous():
+        raise KernelError(f"x: want contiguous bfloat16 [rows, {weight.in_features}], got {describe(x)}")
+    return x.shape[0]
+
+
+def check_like(name: str, x: Tensor, like: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    if x.dtype is not like.dtype or not x.is_contiguous() or (shape is not None and x.shape != shape):
+        raise KernelError(f"{name}: want contiguous {like.dtype} {list(shape or x.shape)}, got {describe(x)}")
+
+
+def check_head_dim(head_dim: int) -> None:
+    if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        raise KernelError(f"head size {head_dim}: native kernels know multiples of 16 up to {MAX_HEAD_DIM}")
+
+
+def indices(name: str, x: Tensor, count: int) -> int:
+    """The address of an int32 tensor of so many numbers."""
+    if x.dtype is not torch.int32 or x.numel() != count or not x.is_contiguous():
+        raise KernelError(f"batch.{name}: want {count} contiguous int32, got {describe(x)}")
+    return x.data_ptr()
+
+
+def describe(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}"
