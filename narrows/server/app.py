@@ -33,7 +33,7 @@ def create_app(
     """An application that owns neither `client` nor `tokenizer`: closing them is its caller's business.
 
     With `api_key`, every route but /health, /ready, /metrics and /version asks for it. `app.state.engine` is the
-    Engine, whose `abort_all` ends what is open.
+    Engine, whose `close` ends what is open.
     """
     limits = limits or Limits()
     engine = Engine(client, tokenizer)
@@ -176,7 +176,7 @@ def _apply_chat(
     tokenizer: Tokenizer, messages: list[ChatMessage], add_generation_prompt: bool, extra: dict[str, Any]
 ) -> list[int]:
     for_template = [message.for_template() for message in messages]
-    return tokenizer.apply_chat(for_template, add_generation_prompt=add_generation_prompt, **extra)
+    return tokenizer.apply_chat(for_template, add_generation_prompt=add_generation_prompt, variables=extra)
 
 
 def _prompt_tokens(
@@ -192,7 +192,7 @@ def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         messages = [message.for_template() for message in body.messages]
         text = tokenizer.render_chat(
-            messages, add_generation_prompt=body.add_generation_prompt, **body.chat_template_kwargs
+            messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
         )
         return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     assert body.prompt is not None

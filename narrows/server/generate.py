@@ -8,7 +8,7 @@ from functools import partial
 
 from narrows.core.ids import RequestId
 from narrows.core.request import FinishReason, Request, SamplingParams
-from narrows.errors import RequestError
+from narrows.errors import RequestError, Unavailable
 from narrows.runtime.client import Client, ServedModel, stream
 from narrows.server.errors import ContextExceeded, GenerationFailed
 from narrows.server.stream import Piece, TextStream
@@ -112,6 +112,7 @@ class Engine:
         self.client = client
         self.tokenizer = tokenizer
         self._open: set[RequestId] = set()
+        self._closing = False
 
     async def run(self, call: Call) -> AsyncGenerator[Update, None]:
         """Updates until every choice has ended. Closing the generator early aborts the rest.
@@ -119,6 +120,8 @@ class Engine:
         Raises QueueFull, Unavailable and RequestError before the first update, GenerationFailed at any time; then no
         request of the call is left.
         """
+        if self._closing:
+            raise Unavailable("the server is shutting down")
         requests = call.requests()
         decode = partial(self.tokenizer.decode, skip_special_tokens=call.skip_special_tokens)
         choices = {
@@ -139,14 +142,18 @@ class Engine:
                     if piece.finish_reason is not None:
                         unfinished.discard(output.request)
                         if output.finish_reason is None:
-                            self.client.abort(output.request)
+                            self.client.abort(output.request, FinishReason.STOP)
                     yield Update(index, piece, output.cached_tokens)
                     if not unfinished:
                         return
         finally:
             self._open -= choices.keys()
 
-    def abort_all(self) -> None:
-        """End every open request with ABORT, which its own call then reports."""
+    def close(self) -> None:
+        """Refuse what comes from now on, and end every open request with ABORT, which its own call then reports.
+
+        The client stays open.
+        """
+        self._closing = True
         for request in tuple(self._open):
             self.client.abort(request)

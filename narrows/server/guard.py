@@ -59,7 +59,7 @@ class Guard:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Compared in constant time, so that the time taken tells nothing about the key.
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body, or None as soon as it is known to be too large."""

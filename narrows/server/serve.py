@@ -122,10 +122,10 @@ async def serve_until(
     if await _first(stop, running, None):
         server.should_exit = True
         await _first(cut, running, grace_s)
-        engine.abort_all()
+        engine.close()
         if not cut.is_set():
             await _first(cut, running, _CLOSE_S)
-        server.force_exit = True
+        server.cut()
     await running
 
 
@@ -152,6 +152,13 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         raise AssertionError("signals are not uvicorn's here")
+
+    def cut(self) -> None:
+        """End what has not ended: connections that do not take their answer or never finish their question."""
+        for task in tuple(self.server_state.tasks):
+            task.cancel()
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -71,7 +71,7 @@ class Detokenizer:
         if text == self._context:
             del self._window[self._num_context :]
             return
-        for cut in range(len(self._window) - _MAX_UNCERTAIN - 1, self._num_context, -1):
+        for cut in range(len(self._window) - 1, self._num_context, -1):
             head = self._decode(self._window[:cut])
             # A cut through a character would decode to more replacement characters than the whole.
             if len(head) <= self._done and head + self._decode(self._window[cut:]) == text:

@@ -41,26 +41,27 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
-        """The prompt's text. Raises RequestError when the template refuses the messages or `extra`."""
-        if taken := RESERVED & extra.keys():
+        """The prompt's text. Raises RequestError when the template refuses the messages or `variables`."""
+        if taken := RESERVED & variables.keys():
             raise RequestError(f"chat_template_kwargs.{min(taken)}", "is set by the server; leave it out")
-        values = self._variables | extra
+        values = {**self._variables, **variables}
         try:
-            return self._template.render(
+            text = self._template.render(
                 values,
                 messages=list(messages),
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            text.encode()  # lone surrogates, which JSON can carry, are no text
         # What a template does with values it does not expect is its own affair; these are the ways it can end.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise RequestError("messages", f"the model's chat template refuses them: {error}") from error
+        return text
 
 
 def find_source(folder: Path, config: Mapping[str, Any]) -> str | None:

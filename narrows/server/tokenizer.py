@@ -1,7 +1,7 @@
 """Text to token ids and back, from a model's tokenizer.json and tokenizer_config.json."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -67,8 +67,15 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
-        """The text that the model's chat template makes of `messages`.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the model's chat template makes of `messages`; `variables` are further names it sees.
 
         Raises RequestError when there is no template or it refuses them.
         """
@@ -76,11 +83,18 @@ class Tokenizer:
             raise RequestError(
                 "messages", "this model has no chat template; send the finished prompt to /v1/completions instead"
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **extra)
+        return self.chat_template.render(messages, add_generation_prompt, tools, variables or {})
 
-    def apply_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of `render_chat`; the template itself writes BOS and the like."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **extra)
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
         return self.encode(text, add_special_tokens=False)
 
     def token(self, id: int) -> str:

@@ -67,11 +67,11 @@ class FakeClient:
             self._active[request.id] = _Active(request, sink, iter(self._script(request)))
             self._changed.notify_all()
 
-    def abort(self, request: RequestId) -> None:
+    def abort(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._changed:
             if active := self._active.get(request):
                 self.aborted.append(request)
-                self._end(active, FinishReason.ABORT)
+                self._end(active, reason)
 
     def status(self) -> Status:
         return self.status_now
