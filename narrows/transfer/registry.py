@@ -8,18 +8,15 @@ from narrows.transfer.loopback import LoopbackHub, LoopbackTransport
 from narrows.transfer.null import NullTransport
 from narrows.transfer.tcp import TcpTransport
 
-
-def _open_tcp(config: TransportConfig, hub: LoopbackHub) -> Transport:
-    return TcpTransport(config)
-
-
-_OPEN: dict[str, Callable[[TransportConfig, LoopbackHub], Transport]] = {
+_IN_PROCESS: dict[str, Callable[[TransportConfig, LoopbackHub], Transport]] = {
     "null": NullTransport,
     "loopback": LoopbackTransport,
-    "tcp": _open_tcp,
+}
+_BETWEEN_PROCESSES: dict[str, Callable[[TransportConfig], Transport]] = {
+    "tcp": TcpTransport,
 }
 
-KINDS = tuple(_OPEN)
+KINDS = (*_IN_PROCESS, *_BETWEEN_PROCESSES)
 
 
 def open_transport(kind: str, config: TransportConfig, *, hub: LoopbackHub | None = None) -> Transport:
@@ -27,10 +24,10 @@ def open_transport(kind: str, config: TransportConfig, *, hub: LoopbackHub | Non
 
     Raises ConfigError for an unknown kind or a setting that can not work here.
     """
-    if kind not in _OPEN:
+    if kind in _BETWEEN_PROCESSES:
+        return _BETWEEN_PROCESSES[kind](config)
+    if kind not in _IN_PROCESS:
         raise ConfigError(f"transport: {kind!r} is not known; choose one of {', '.join(KINDS)}")
     if hub is None:
-        if kind in ("null", "loopback"):
-            raise ConfigError(f"transport: {kind} joins transports of one process; pass them the same LoopbackHub")
-        hub = LoopbackHub()
-    return _OPEN[kind](config, hub)
+        raise ConfigError(f"transport: {kind} joins transports of one process; give them the same LoopbackHub")
+    return _IN_PROCESS[kind](config, hub)
