@@ -112,6 +112,14 @@ def test_support_of_a_large_vocabulary(scale: float, top_k: int, top_p: float, m
     assert kept.tolist() == naive_support(scaled, top_k, top_p, min_p)
 
 
+@pytest.mark.parametrize(("vocab", "top_p", "num_kept"), [(270, 0.961, 260), (300, 0.8534, 257), (300, 0.8531, 256)])
+def test_a_nucleus_about_as_large_as_the_first_look(vocab: int, top_p: float, num_kept: int) -> None:
+    """Equally likely tokens: the first ceil(top_p * vocab) stay."""
+    kept = support(np.zeros(vocab, dtype=np.float32), top_k=0, top_p=top_p, min_p=0.0)
+    assert kept is not None
+    assert kept.tolist() == list(range(num_kept))
+
+
 def test_only_kept_tokens_are_drawn() -> None:
     logits = random_logits(1, 300)[0]
     best = logits.argsort(descending=True).tolist()
@@ -141,6 +149,11 @@ def test_uniform_is_uniform_in_seed_and_in_step() -> None:
         counts = np.bincount((np.array(numbers) * 16).astype(int), minlength=16)
         assert ((counts - 500.0) ** 2 / 500.0).sum() < 37.7
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 4 / math.sqrt(8000)
+
+
+def test_uniform_is_blake2b_whatever_the_version() -> None:
+    """`printf 42:7 | b2sum -l 48` says b6c8df849bcd, here read from its last byte to its first."""
+    assert uniform(42, 7) == 0xCD9B84DFC8B6 / 2**48
 
 
 def test_the_draw_inverts_the_running_sum() -> None:
