@@ -89,16 +89,19 @@ class CompletionShape:
     object: str = "text_completion"
     chunk_object: str = "text_completion"
 
-    def choice(self, index: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason | None) -> Json:
-        return {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+    def choice(self, index: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason) -> Json:
+        return self._choice(index, self.echoed[index] + text if self.echoed else text, tokens, reason)
 
     def first_chunks(self, num_choices: int) -> list[Json]:
-        return [self.choice(index, text, (), None) for index, text in enumerate(self.echoed)]
+        return [self._choice(index, text, (), None) for index, text in enumerate(self.echoed)]
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         if piece.text or piece.finish_reason is not None or (self.logprobs is not None and piece.tokens):
-            return [self.choice(index, piece.text, piece.tokens, piece.finish_reason)]
+            return [self._choice(index, piece.text, piece.tokens, piece.finish_reason)]
         return []
+
+    def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason | None) -> Json:
+        return {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> Json | None:
         if self.logprobs is None:

@@ -1,6 +1,7 @@
 """A Client that lives in memory and follows a script: what the server and other front ends are tested against."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -115,15 +116,20 @@ class FakeClient:
             raise RequestError("prompt", f"has a token outside 0..{self.model.vocab_size - 1}")
 
     def _loop(self) -> None:
+        while self._step():
+            time.sleep(0)  # lets others have the lock between two steps
+
+    def _step(self) -> bool:
+        """One step as soon as it is allowed; False when closed."""
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._closed or (self._active and self._permits != 0))
-                if self._closed:
-                    return
-                if self._permits is not None:
-                    self._permits -= 1
-                for active in list(self._active.values()):
-                    self._advance(active)
+            self._changed.wait_for(lambda: self._closed or (self._active and self._permits != 0))
+            if self._closed:
+                return False
+            if self._permits is not None:
+                self._permits -= 1
+            for active in list(self._active.values()):
+                self._advance(active)
+            return True
 
     def _advance(self, active: _Active) -> None:
         step = next(active.steps, None)
