@@ -50,7 +50,7 @@ HoldKey = tuple[str, int]  # request, generation
 class Hold:
     """What one attempt occupies, and how far its release has come."""
 
-    request: Request
+    request: Request  # as the attempt began
     num_tokens: int  # whose KV decode must have room for, the next step's token included
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
@@ -278,11 +278,12 @@ class Coordinator:
                 self._roomless[track.request.id] = track
 
     def _reserve(self, track: Track, now_s: float) -> bool:
-        decode = self._policy.choose_decode(self.view(), Demand(len(track.request.tokens) + 1, True), now_s)
+        hold = self._hold(track)
+        decode = self._policy.choose_decode(self.view(), Demand(hold.num_tokens, True), now_s)
         if decode is None:
             return False
-        self._hold(track).decode = decode
-        self.outbox.append((decode, Reserve(track.request)))
+        hold.decode = decode
+        self.outbox.append((decode, Reserve(hold.request)))  # as prefill got it: a token may have come since
         return True
 
     def view(self) -> ClusterView:
