@@ -185,7 +185,7 @@ class TransportStats:
     """Counters since opening, for metrics: bytes by priority include frame headers."""
 
     sent_bytes: dict[Priority, int] = field(default_factory=lambda: dict.fromkeys(Priority, 0))
-    received_bytes: int = 0
+    received_bytes: int = 0  # of posts and messages that have landed here
     refused_frames: int = 0  # late, revoked or outside their region
     posts: int = 0
 

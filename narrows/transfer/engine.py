@@ -37,7 +37,7 @@ from narrows.transfer.handshake import Identity
 from narrows.transfer.inbox import Inbox, Target
 from narrows.transfer.link import Link
 from narrows.transfer.memory import RegionTable, Revocations
-from narrows.transfer.outbox import Item, OutMessage, OutPost
+from narrows.transfer.outbox import Item, Outbox, OutMessage, OutPost
 from narrows.transfer.shaping import bucket_for
 from narrows.transfer.signal import Signal
 from narrows.transfer.stream import FrameReader
@@ -110,6 +110,12 @@ class Engine:
     def _on_region(self, link: Link, frame: Frame) -> None:
         """I/O thread: a frame about mapping regions."""
         raise TransportError("the peer asks for memory to be shared, which this transport does not do")
+
+    def _over(self, post: OutPost) -> None:
+        """I/O thread: a post has ended; release what is kept for it."""
+
+    def _forget(self, link: Link) -> None:
+        """I/O thread: a link has ended; release what is kept for it."""
 
     # ---- owner thread
 
@@ -190,6 +196,7 @@ class Engine:
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             raise TransportError(f"transport {self.name}: its thread did not end within {_CLOSE_S} s")
+        self._regions.clear()
         self._wake.close()
         self._news.close()
 
@@ -270,6 +277,10 @@ class Engine:
         """Acks, refusals, heartbeats: small, so they do not wait for tokens, but they are charged."""
         sent = False
         for link in list(self._live):  # a link that breaks leaves it
+            if link.outbox.passing and not link.unsent:
+                frame, link.passing = link.outbox.passing.popleft()
+                self._write(link, [frame], len(frame), Priority.ON_DEMAND)
+                sent = True
             if link.outbox.control and not link.unsent:
                 frames = b"".join(link.outbox.control)
                 link.outbox.control.clear()
@@ -377,6 +388,9 @@ class Engine:
         self._adopt(self._make_link(sock, identity))
 
     def _adopt(self, link: Link) -> None:
+        if link.gone is not None:
+            self._discard(link, link.gone)
+            return
         link.last_heard = link.last_sent = time.monotonic()
         self._live.append(link)
         self._selector.register(link.sock, selectors.EVENT_READ, partial(self._on_link, link))
@@ -398,6 +412,7 @@ class Engine:
         post = link.outbox.end(id)
         if post is None:
             return
+        self._over(post)
         if error:
             self._emit(Dropped(id, link.peer, post.tag, error))
         else:
@@ -406,6 +421,7 @@ class Engine:
     def _cancel(self, request: str, generation: int) -> None:
         for link in self._live:
             for post in link.outbox.cancel(request, generation):
+                self._over(post)
                 self._emit(Dropped(post.id, link.peer, post.tag, "cancelled"))
 
     def _redirect(self, link: Link) -> None:
@@ -424,15 +440,16 @@ class Engine:
             one.gone = reason
             self._live.remove(one)
             self._selector.unregister(one.sock)
-            one.sock.close()
-            for post in list(one.outbox.open.values()):
-                self._emit(Dropped(post.id, one.peer, post.tag, reason))
-            one.outbox.open.clear()
-            self._forget(one)
+            self._discard(one, reason)
         self._emit(PeerGone(link.peer, reason))
 
-    def _forget(self, link: Link) -> None:
-        """I/O thread: release what a subclass keeps for a link."""
+    def _discard(self, link: Link, reason: str) -> None:
+        link.close()
+        for post in link.outbox.open.values():
+            self._over(post)
+            self._emit(Dropped(post.id, link.peer, post.tag, reason))
+        link.outbox = Outbox()
+        self._forget(link)
 
     def _emit(self, event: TransportEvent) -> None:
         self._events.append(event)
@@ -441,14 +458,13 @@ class Engine:
     def _shut(self, reason: str) -> None:
         """The thread ends: the owner finds Dropped for every open post, and PeerGone if it was not its own wish."""
         wished = self._failure is None
+        for link in self._links.values():
+            link.gone = link.gone or reason  # so that commands not yet run end at once
         for link in list(self._live):
-            for post in link.outbox.open.values():
-                self._emit(Dropped(post.id, link.peer, post.tag, reason))
+            self._discard(link, reason)
             if not wished:
                 self._emit(PeerGone(link.peer, reason))
-            link.gone = reason
-            link.sock.close()
-            self._forget(link)
         self._live.clear()
+        self._run_commands()
         self._greetings.close()
         self._selector.close()

@@ -47,7 +47,6 @@ class Inbox:
 
     def begin(self, frame: Frame) -> list[memoryview]:
         size = frame.head.payload_bytes
-        self._target.stats.received_bytes += size
         if frame.head.kind == Kind.DATA:
             self._payload = self._open_data(frame)
         elif size > MAX_MESSAGE_BYTES and frame.head.kind == Kind.MESSAGE:
@@ -131,6 +130,7 @@ class Inbox:
         for place, data in writes:
             place[:] = data
         if ends:
+            self._target.stats.received_bytes += head.value
             self._target.emit(Arrived(self._peer, frame.tag, note, head.value))
             self._acknowledge(frame, "")
 
@@ -158,6 +158,7 @@ class Inbox:
             raise TransportError("the peer sent a message that is too long or of no class")
         if not frame.head.flags & MORE:
             del self._parts[frame.head.value]
+            self._target.stats.received_bytes += len(whole)
             self._target.emit(Message(self._peer, bytes(whole)))
 
     def _refuse(self, frame: Frame, error: str) -> None:

@@ -1,6 +1,9 @@
 """One connection to one peer, as the I/O thread sees it."""
 
+import os
 import socket
+import sys
+from collections import deque
 from collections.abc import Sequence
 
 from narrows.errors import TransportError
@@ -11,6 +14,7 @@ from narrows.transfer.outbox import Outbox
 from narrows.transfer.stream import FrameReader, skip
 
 _MAX_SEGMENTS = 1024  # the kernel's limit for one call
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)  # of eight descriptors
 
 
 class Link:
@@ -29,6 +33,8 @@ class Link:
         self.last_sent = now
         self.last_turn = now
         self.gone: str | None = None
+        self.passing: int | None = None  # descriptor to go with the first byte of `unsent`
+        self.descriptors: deque[int] = deque()  # received and not yet claimed; ours to close
 
     def attach(self, inbox: Inbox, reader: FrameReader) -> None:
         self.inbox = inbox
@@ -38,9 +44,10 @@ class Link:
         """Send as much of `unsent` as the socket takes. Raises OSError when the connection is broken."""
         num_bytes = sum(map(len, self.unsent))
         try:
-            sent = self.sock.sendmsg(self.unsent[:_MAX_SEGMENTS])
+            sent = self.sock.sendmsg(self.unsent[:_MAX_SEGMENTS], self._ancillary())
         except BlockingIOError:
             return
+        self.passing = None
         if sent == num_bytes:
             self.unsent = ()
         else:
@@ -50,8 +57,24 @@ class Link:
         """One read. Returns whether more may be there; raises BlockingIOError when nothing is, OSError on a broken
         connection, TransportError on its end or on bytes that are no frames."""
         buffers = self.reader.buffers()[:_MAX_SEGMENTS]
-        received = self.sock.recvmsg_into(buffers)[0]
+        if self.sock.family == socket.AF_UNIX:
+            received, ancillary, _, _ = self.sock.recvmsg_into(buffers, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self.descriptors.extend(memoryview(data).cast("i").tolist())
+        else:
+            received = self.sock.recvmsg_into(buffers)[0]
         if not received:
             raise TransportError("the connection was closed by the other side")
         self.reader.advance(received)
         return received == sum(map(len, buffers))
+
+    def close(self) -> None:
+        self.sock.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+    def _ancillary(self) -> list[tuple[int, int, bytes]]:
+        if self.passing is None:
+            return []
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self.passing.to_bytes(4, sys.byteorder))]

@@ -169,6 +169,7 @@ class LoopbackTransport:
                 self._drop_all(peer, "the transport is closed")
                 peer.transport._lose(self.name, "the connection was closed by the other side")
             self._closed = True
+            self._regions.clear()
             self._news.close()
 
     def step(self) -> bool:
@@ -182,6 +183,7 @@ class LoopbackTransport:
         if isinstance(item, OutMessage):
             peer.outbox.advance(item, num_bytes)
             if item.sent:
+                peer.transport.stats.received_bytes += len(item.payload)
                 peer.transport._emit(Message(self.name, item.payload))
             return True
         error = "cancelled" if item.aborted else self._move(peer.transport, item)
@@ -192,6 +194,7 @@ class LoopbackTransport:
                 self._emit(Dropped(item.id, peer.transport.name, item.tag, error))
         elif item.sent:
             peer.outbox.end(item.id)
+            peer.transport.stats.received_bytes += item.num_bytes
             peer.transport._emit(Arrived(self.name, item.tag, item.note, item.num_bytes))
             self._emit(Done(item.id, peer.transport.name, item.tag, item.wire_bytes))
         return True
@@ -208,7 +211,6 @@ class LoopbackTransport:
                 target.stats.refused_frames += 1
                 return error
             self._store(region, offset, data)
-            target.stats.received_bytes += len(data)
         return None
 
     def _store(self, region: memoryview, offset: int, data: bytes | bytearray | memoryview) -> None:

@@ -34,6 +34,10 @@ class RegionTable:
         self._buffers[token] = buffer
         return Region(RegionKey(self._kind, f"{token:x}", len(buffer)), buffer)
 
+    def clear(self) -> None:
+        """Forget all; memory that nobody has a view of is freed."""
+        self._buffers.clear()
+
     def find(self, token: int) -> memoryview | None:
         return self._buffers.get(token)
 

@@ -208,6 +208,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.control: deque[bytes] = deque()
+        self.passing: deque[tuple[bytes, int]] = deque()  # control frames with a descriptor
         self.open: dict[PostId, OutPost] = {}  # posts that have not ended
         self._classes: tuple[deque[Item], ...] = tuple(deque() for _ in Priority)
 

@@ -6,6 +6,7 @@ from narrows.errors import ConfigError
 from narrows.transfer.base import Transport, TransportConfig
 from narrows.transfer.loopback import LoopbackHub, LoopbackTransport
 from narrows.transfer.null import NullTransport
+from narrows.transfer.shm import ShmTransport
 from narrows.transfer.tcp import TcpTransport
 
 _IN_PROCESS: dict[str, Callable[[TransportConfig, LoopbackHub], Transport]] = {
@@ -14,6 +15,7 @@ _IN_PROCESS: dict[str, Callable[[TransportConfig, LoopbackHub], Transport]] = {
 }
 _BETWEEN_PROCESSES: dict[str, Callable[[TransportConfig], Transport]] = {
     "tcp": TcpTransport,
+    "shm": ShmTransport,
 }
 
 KINDS = (*_IN_PROCESS, *_BETWEEN_PROCESSES)
