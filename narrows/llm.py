@@ -12,7 +12,7 @@ from narrows.core.ids import RequestId
 from narrows.core.request import FinishReason, Request, SampledToken, SamplingParams
 from narrows.errors import RequestError
 from narrows.runtime.client import Output
-from narrows.runtime.cluster import open_cluster
+from narrows.runtime.cluster import Observer, open_cluster
 from narrows.server.stream import TextStream
 from narrows.server.template import Message
 from narrows.server.tokenizer import Tokenizer
@@ -72,17 +72,18 @@ class _Pending:
 
 
 class LLM:
-    """A model over its own prefill and decode processes. `settings` are the fields of EngineConfig.
+    """A model over its own prefill and decode processes. `settings` are the fields of EngineConfig; `observers` hear
+    every event, on the cluster's thread.
 
     Use it as a context manager, or call `close`. Raises ModelError, ConfigError or StartFailed.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, *, observers: Sequence[Observer] = (), **settings: Any) -> None:
         unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
         if unknown:
             raise TypeError(f"LLM has no setting {', '.join(sorted(unknown))}; see narrows.config.EngineConfig")
         config = EngineConfig(model=model, **settings)
-        self.cluster = open_cluster(config)
+        self.cluster = open_cluster(config, observers=observers)
         try:
             self.tokenizer = Tokenizer(self.cluster.model.folder)
             self.cluster.wait_ready(START_TIMEOUT_S)

@@ -114,8 +114,12 @@ class Instance:
             self.phase.handle(message)
         for event in events:
             self.phase.on_event(event)
+        self._tell()  # answers do not wait for the step
         stepped = self.phase.step()
+        self._tell()
+        return bool(messages) or bool(events) or stepped
+
+    def _tell(self) -> None:
         progress = self.phase.report.take(self.phase.load())
         if progress is not None:
             self.channel.send(progress)
-        return bool(messages) or bool(events) or stepped
