@@ -1,5 +1,6 @@
 """Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -66,6 +67,13 @@ def payload(
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
+class ErrorResponse(JSONResponse):
+    """ASCII only: a message may quote what a client sent, which need not be text that UTF-8 can carry."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode("ascii")
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The body for what pydantic found wrong: its first complaint, under the name the sender used."""
     first = errors[0]
@@ -89,18 +97,18 @@ def install(app: FastAPI) -> None:
     async def known(_: Request, error: NarrowsError) -> Response:
         status = status_of(error)
         retry = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-        return JSONResponse(payload_of(error), status, headers={"Retry-After": "1"} if retry else None)
+        return ErrorResponse(payload_of(error), status, headers={"Retry-After": "1"} if retry else None)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(from_validation(error.errors()), HTTPStatus.BAD_REQUEST)
+        return ErrorResponse(from_validation(error.errors()), HTTPStatus.BAD_REQUEST)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
             message = f"{message}: {request.method} {request.url.path}"
-        return JSONResponse(payload(message), error.status_code, headers=dict(error.headers or {}))
+        return ErrorResponse(payload(message), error.status_code, headers=dict(error.headers or {}))
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:
@@ -109,4 +117,4 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         body = payload(f"internal error: {type(error).__name__}", type="server_error", code="internal_error")
-        return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR)
+        return ErrorResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR)

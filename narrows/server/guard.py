@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from narrows.server.errors import ClientGone, payload
+from narrows.server.errors import ClientGone, ErrorResponse, payload
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})  # probes and scrapers carry no key
 _DRAIN_S = 30.0
@@ -90,7 +89,7 @@ async def _refuse(
 
     Closing a socket with unread data resets the connection, and the client, still sending, would lose the answer.
     """
-    response = JSONResponse(body, status, headers={**headers, "Connection": "close"})
+    response = ErrorResponse(body, status, headers={**headers, "Connection": "close"})
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     # A client that waits for "100 Continue" sends nothing more after this answer.

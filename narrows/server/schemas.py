@@ -54,6 +54,7 @@ _NOT_SERVED_CHAT: dict[str, Values] = _NOT_SERVED | {
 
 def _wrong(field: str, reason: str) -> PydanticCustomError:
     """An error about `field` of the object being validated; errors.from_validation reads it."""
+    field = field.encode(errors="backslashreplace").decode()  # JSON can carry names that are no text
     return PydanticCustomError("request", "{reason}", {"field": field, "reason": reason})
 
 

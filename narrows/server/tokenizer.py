@@ -57,8 +57,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also what the model wants around it, such as BOS.
 
-        Special tokens written out in the text become those tokens.
+        Special tokens written out in the text become those tokens. Raises RequestError for a string that is no text.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "prompt", f"character {error.start} is half of a surrogate pair, which is not text"
+            ) from error
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
