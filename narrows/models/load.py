@@ -9,7 +9,7 @@ from narrows.kernels.base import Kernels
 from narrows.models.catalog import Progress, resolve
 from narrows.models.layers.decoder import Model
 from narrows.models.registry import BUILDERS
-from narrows.models.spec import ModelSpec, read_spec
+from narrows.models.spec import read_spec
 from narrows.models.weights import open_weights
 
 # What old checkpoints store though it is computed.
@@ -39,18 +39,3 @@ def load_model(
         if not name.endswith(_COMPUTED) and not (spec.tied and name == "lm_head.weight"):
             raise ModelError(f"{folder}: tensor {name} is not part of {spec.architecture} as config.json describes it")
     return model
-
-
-def parse_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """The dtype to run in: `bfloat16`, `float32`, or `auto` (as stored; float16 becomes bfloat16).
-
-    Raises ModelError for others.
-    """
-    stored = {"float16": "bfloat16"}.get(spec.dtype, spec.dtype)
-    match stored if name == "auto" else name:
-        case "bfloat16":
-            return torch.bfloat16
-        case "float32" | "float":
-            return torch.float32
-        case _:
-            raise ModelError(f"dtype: {name!r} is not supported; use auto, bfloat16 or float32")

@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from narrows.attention.base import PagedAttention
+from narrows.kernels import load as load_kernels
+from narrows.kernels.base import Kernels
 from narrows.kernels.reference import ReferenceKernels
 from narrows.models.load import load_model
-from narrows.testing.driver import Driver
+from narrows.testing.driver import Driver, make_batch
 from narrows.testing.models import VOCAB_SIZE, tiny_model
 
 LINEAR_ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}
@@ -44,8 +47,8 @@ def expected_logits(folder: Path, tokens: list[int], dtype: torch.dtype = torch.
         return reference(torch.tensor([tokens])).logits[0].float()
 
 
-def driver(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Driver:
-    kernels = ReferenceKernels()
+def driver(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, **options: Any) -> Driver:
+    kernels = kernels or ReferenceKernels()
     return Driver(load_model(folder, dtype, kernels), kernels, **options)
 
 
@@ -53,16 +56,18 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
 
 
-def test_logits_equal_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_logits_equal_transformers(folder: Path, name: str) -> None:
+    kernels = load_kernels(name)
     expected = expected_logits(folder, TOKENS)
     assert expected.std() > 0.5  # logits that say something
-    assert_close(driver(folder).step({0: TOKENS}), expected)
+    assert_close(driver(folder, kernels=kernels).step({0: TOKENS}), expected)
 
-    chunked = driver(folder, page_size=8)
+    chunked = driver(folder, kernels=kernels, page_size=8)
     parts = [chunked.step({0: TOKENS[start : start + 33]}) for start in range(0, len(TOKENS), 33)]
     assert_close(torch.cat(parts), expected)
 
-    decoding = driver(folder, page_size=4)
+    decoding = driver(folder, kernels=kernels, page_size=4)
     rows = [decoding.step({0: TOKENS[:60]})] + [decoding.step({0: [token]}) for token in TOKENS[60:]]
     assert_close(torch.cat(rows), expected)
 
@@ -89,9 +94,6 @@ def test_wanted_rows_only(folder: Path) -> None:
 
 def test_no_wanted_rows_stores_kv_and_reports_layers(tmp_path: Path) -> None:
     """What a prefill chunk in the middle of a prompt asks for."""
-    from narrows.attention.base import PagedAttention
-    from narrows.testing.driver import make_batch
-
     kernels = ReferenceKernels()
     model = load_model(tiny_model(tmp_path), torch.float32, kernels)
     entries = [torch.zeros(32, 2, 32) for _ in range(2)]
@@ -114,11 +116,12 @@ def test_no_wanted_rows_stores_kv_and_reports_layers(tmp_path: Path) -> None:
     assert seen == [(0, True, False), (1, True, False)]  # all rows of the page stored, and nothing else
 
 
-def test_bfloat16_is_near_float32(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_bfloat16_is_near_float32(folder: Path, name: str) -> None:
     """Two bfloat16 computations differ by their order of rounding; ours must not be further off than theirs."""
     exact = expected_logits(folder, TOKENS)
     theirs = expected_logits(folder, TOKENS, torch.bfloat16)
-    ours = driver(folder, torch.bfloat16).step({0: TOKENS})
+    ours = driver(folder, torch.bfloat16, load_kernels(name)).step({0: TOKENS})
     assert ours.dtype == torch.float32
     assert (ours - exact).square().mean() <= 2 * (theirs - exact).square().mean()
     assert (ours - exact).abs().max() < 0.3
