@@ -1,7 +1,7 @@
 """A listening socket, and the application on it until a signal comes.
 
 signal -> no new connections -> up to grace_s for what is open -> ABORT for the rest, whose streams end properly
-       -> up to _CLOSE_S for that to reach the clients -> connections are cut
+       -> up to close_s for that to reach the clients -> connections are cut
 a second signal cuts at once
 """
 
@@ -10,9 +10,11 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from narrows.errors import ConfigError
 from narrows.runtime.client import Client
@@ -20,8 +22,15 @@ from narrows.server.app import create_app
 from narrows.server.generate import Engine, Limits
 from narrows.server.tokenizer import Tokenizer
 
-_CLOSE_S = 5.0
 _BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """Seconds of the picture above."""
+
+    grace_s: float = 5.0
+    close_s: float = 5.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -62,69 +71,49 @@ def serve(
     *,
     api_key: str | None = None,
     limits: Limits | None = None,
-    grace_s: float = 5.0,
-    log_level: str = "warning",
+    grace: Grace = Grace(),
     on_listening: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then end within grace_s plus a few seconds. Blocks; call it in the main thread.
+    """Serve until SIGINT or SIGTERM, then end within grace_s + close_s. Blocks; call it in the main thread.
 
     `on_listening` hears the address once requests are answered. Closes `listener`, not `client`.
     """
+    app = create_app(client, tokenizer, api_key=api_key, limits=limits)
 
     async def main() -> None:
-        stop = asyncio.Event()
-        cut = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        stop, cut = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
             (cut if stop.is_set() else stop).set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        await serve_until(
-            stop,
-            client,
-            tokenizer,
-            listener,
-            api_key=api_key,
-            limits=limits,
-            grace_s=grace_s,
-            log_level=log_level,
-            on_listening=on_listening,
-            cut=cut,
-        )
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        await serve_app(app, listener, stop, cut, grace, on_listening)
 
     asyncio.run(main())
 
 
-async def serve_until(
-    stop: asyncio.Event,
-    client: Client,
-    tokenizer: Tokenizer,
+async def serve_app(
+    app: FastAPI,
     listener: socket.socket,
-    *,
-    api_key: str | None = None,
-    limits: Limits | None = None,
-    grace_s: float = 5.0,
-    log_level: str = "warning",
+    stop: asyncio.Event,
+    cut: asyncio.Event,
+    grace: Grace,
     on_listening: Callable[[str], None] | None = None,
-    cut: asyncio.Event | None = None,
 ) -> None:
-    """`serve` inside a running loop: until `stop` is set; `cut` ends the grace that follows at once."""
-    app = create_app(client, tokenizer, api_key=api_key, limits=limits)
+    """Serve `create_app`'s application in a running loop until `stop` is set; `cut` ends the waiting after it."""
     engine: Engine = app.state.engine
     server = _Server(
-        uvicorn.Config(app, log_level=log_level, access_log=log_level in ("debug", "info"), lifespan="off"),
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"),
         on_started=lambda: on_listening(url_of(listener)) if on_listening else None,
     )
     running = asyncio.create_task(server.serve(sockets=[listener]))
-    cut = cut or asyncio.Event()
     if await _first(stop, running, None):
         server.should_exit = True
-        await _first(cut, running, grace_s)
+        await _first(cut, running, grace.grace_s)
         engine.close()
         if not cut.is_set():
-            await _first(cut, running, _CLOSE_S)
+            await _first(cut, running, grace.close_s)
         server.cut()
     await running
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from narrows.runtime.client import Client
+from narrows.server.app import create_app
 from narrows.server.generate import Limits
-from narrows.server.serve import bind, serve_until
+from narrows.server.serve import Grace, bind, serve_app
 from narrows.server.tokenizer import Tokenizer
 
 
@@ -32,32 +33,24 @@ def serving(
     api_key: str | None = None,
     limits: Limits | None = None,
     grace_s: float = 0.0,
+    close_s: float = 5.0,
 ) -> Iterator[Serving]:
     """Serve `client` on a free port of this machine. Closes neither client nor tokenizer."""
+    app = create_app(client, tokenizer, api_key=api_key, limits=limits)
     listener = bind("127.0.0.1", 0)
     started = threading.Event()
     running: list[Serving] = []
 
     async def main() -> None:
-        stopping = asyncio.Event()
+        stop = asyncio.Event()
 
         def on_listening(url: str) -> None:
-            running.append(Serving(url, asyncio.get_running_loop(), stopping))
+            running.append(Serving(url, asyncio.get_running_loop(), stop))
             started.set()
 
-        await serve_until(
-            stopping,
-            client,
-            tokenizer,
-            listener,
-            api_key=api_key,
-            limits=limits,
-            grace_s=grace_s,
-            log_level="critical",
-            on_listening=on_listening,
-        )
+        await serve_app(app, listener, stop, asyncio.Event(), Grace(grace_s, close_s), on_listening)
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),), name="server")
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
     thread.start()
     try:
         assert started.wait(20), "the server did not start"
