@@ -29,7 +29,10 @@ def demo(config: EngineConfig, *, num_tokens: int, max_tokens: int, json_file: P
             )
         prompt = long_prompt(tokenizer, num_tokens)
         pids = ", ".join(f"{name} is process {pid}" for name, pid in sorted(cluster.pids().items()))
-        console.print(f"{pids}\na prompt of {len(prompt)} tokens: Python's language reference, then\n> {QUESTION}\n")
+        console.print(
+            f"{pids}\na prompt of {len(prompt)} tokens: Python's language reference, then\n> {QUESTION}\n",
+            soft_wrap=True,
+        )
         text = []
         for piece in answer(cluster, tokenizer, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0)):
             if not isinstance(piece, FinishReason):

@@ -69,7 +69,8 @@ def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
             limits=Limits(max_body_bytes=server.max_body_bytes),
             on_listening=lambda url: console.print(
                 f"{cluster.model.name} is served at {url}/v1 ({time.monotonic() - began:.1f} s after the start); "
-                "Ctrl-C stops"
+                "Ctrl-C stops",
+                soft_wrap=True,
             ),
         )
 
@@ -114,7 +115,7 @@ def run_once(config: EngineConfig, prompt: str, params: SamplingParams, *, raw: 
                 text.append(piece)
                 print(piece, end="", flush=True)
     (metrics,) = measure(events).values()
-    console.print(summary_line(metrics), style="dim")
+    console.print(summary_line(metrics), style="dim", soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps({"text": "".join(text), **figures(metrics)}, indent=2) + "\n")
     sys.stdout.flush()

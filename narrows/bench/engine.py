@@ -1,6 +1,6 @@
 """`narrows bench engine`: decode, prefill, hand-over and start of the real cluster against transformers, in one run.
 
-Rounds alternate between the two, medians are shown. Both decode greedily in the same dtype, from the same prompt tokens,
+Rounds alternate between the two, medians are shown. Both decode greedily in the same dtype, from the same prompt,
 without stopping; decode speed is taken from the second token on, so neither prefill nor hand-over is in it.
 """
 
@@ -30,7 +30,7 @@ from narrows.llm import LLM
 from narrows.metrics.definitions import RequestMetrics, measure
 from narrows.models.catalog import resolve
 from narrows.models.spec import ModelSpec, read_spec
-from narrows.runtime.sizing import DTYPE_BYTES, plan_sizes
+from narrows.runtime.sizing import DTYPE_BYTES
 from narrows.server.serve import bind
 from narrows.testing.cluster import MemoryCluster
 
@@ -58,7 +58,8 @@ class Transformers:
     def __init__(self, folder: Path, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self._model.train(False)
 
     def times(self, prompt: Sequence[int], batch: int, num_tokens: int) -> list[float]:
         """Seconds from the start until each of num_tokens steps was done."""
@@ -66,7 +67,7 @@ class Transformers:
 
         stamps: list[float] = []
 
-        def stamp(ids: Any, scores: Any, **_: Any) -> Any:
+        def stamp(*_: Any, **__: Any) -> Any:
             stamps.append(time.perf_counter() - began)
             return torch.zeros(batch, dtype=torch.bool)
 
@@ -222,9 +223,9 @@ def time_to_ready(config: EngineConfig) -> float:
     with bind("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
     began = time.perf_counter()
+    flags = {"port": str(port), "model": config.model, "dtype": config.dtype, "kernels": config.kernels}
     server = subprocess.Popen(
-        [sys.executable, "-m", "narrows", "serve", "--port", str(port), "--model", config.model]
-        + ["--dtype", config.dtype, "--kernels", config.kernels],
+        [sys.executable, "-m", "narrows", "serve", *(f"--{name}={value}" for name, value in flags.items())],
         stderr=subprocess.DEVNULL,
     )
     try:

@@ -77,10 +77,12 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """One token of a request, and whether it is the last. After the last one nothing is held at decode."""
+    """One token of a request, the `index`th of its output, and whether it is the last. After the last one nothing is
+    held at decode. Prefill's token and decode's first come from two processes, so in either order."""
 
     request: str
     generation: int
+    index: int
     token: SampledToken
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0

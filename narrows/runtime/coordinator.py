@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
-from narrows.core.request import FinishReason, Request, SampledToken
+from narrows.core.request import FinishReason, Request
 from narrows.core.topology import InstanceInfo
 from narrows.core.wire import (
     Failed,
@@ -64,7 +64,9 @@ class Track:
 
     request: Request  # of the current generation; `output` grows with every token
     sink: Sink
+    prompt_done: bool = False  # prefill's token of this generation has come
     decoding: bool = False  # all KV of this generation is at decode
+    early: dict[int, tuple[InstanceId, Produced]] = field(default_factory=dict)  # tokens ahead of their turn
     cached_tokens: int | None = None  # of the first attempt
     losses: int = 0
     last_error: str = ""
@@ -169,7 +171,7 @@ class Coordinator:
             if instance not in (hold.prefill, hold.decode):
                 continue
             track = self._current(*key)
-            needed = track is not None and (instance == hold.decode or not track.decoding)
+            needed = track is not None and (instance == hold.decode or not (track.decoding and track.prompt_done))
             self._unbind(key, instance)
             if track is not None and needed:
                 self._start_over(track, now_s, f"instance {instance} was lost ({reason})", lost=True)
@@ -215,28 +217,38 @@ class Coordinator:
     def _on_produced(self, instance: InstanceId, produced: Produced, now_s: float) -> None:
         key = (produced.request, produced.generation)
         at_decode = self._members[instance].info.role is Role.DECODE
-        track = self._current(*key)
         if at_decode and produced.finish_reason is not None:
             self._unbind(key, instance)
+        elif at_decode and key in self._holds:
+            self._holds[key].num_tokens += 1
+        track = self._current(*key)
         if track is None:
             return
-        self._take_token(track, instance, produced.token, produced.cached_tokens, now_s)
-        if at_decode and key in self._holds:
-            self._holds[key].num_tokens += 1
-        if produced.finish_reason is not None:
-            self._end(track, now_s, produced.finish_reason)
+        track.early[produced.index] = (instance, produced)
+        while (following := track.early.pop(len(track.request.output), None)) is not None:
+            self._take_token(track, *following, now_s)
+            if self._current(*key) is not track:
+                break
 
-    def _take_token(
-        self, track: Track, instance: InstanceId, token: SampledToken, cached_tokens: int, now_s: float
-    ) -> None:
-        first = not track.request.output
+    def _take_token(self, track: Track, instance: InstanceId, produced: Produced, now_s: float) -> None:
+        first, token = not track.request.output, produced.token
+        track.prompt_done = True
         track.request = replace(track.request, output=(*track.request.output, token.id))
         if track.cached_tokens is None:
-            track.cached_tokens = cached_tokens
-        kind = EventKind.FIRST_TOKEN if first else EventKind.TOKEN
-        cached = track.cached_tokens if first else 0
-        self._emit(kind, track, now_s, instance=instance, token=token.id, logprob=token.logprob, cached_tokens=cached)
+            track.cached_tokens = produced.cached_tokens
+        self._emit(
+            EventKind.FIRST_TOKEN if first else EventKind.TOKEN,
+            track,
+            now_s,
+            instance=instance,
+            token=token.id,
+            logprob=token.logprob,
+            cached_tokens=track.cached_tokens if first else 0,
+        )
         track.sink(Output(track.request.id, (token,), cached_tokens=track.cached_tokens))
+        ended = self._current(*track.key) is not track  # the sink may have taken the request back
+        if produced.finish_reason is not None and not ended:
+            self._end(track, now_s, produced.finish_reason)
 
     def _on_failed(self, instance: InstanceId, failed: Failed, now_s: float) -> None:
         key = (failed.request, failed.generation)
@@ -346,7 +358,8 @@ class Coordinator:
         self._emit(EventKind.PREEMPTED, track, now_s)
         self._leave(track)
         track.request = replace(track.request, generation=track.request.generation + 1)
-        track.decoding = False
+        track.decoding = track.prompt_done = False
+        track.early.clear()
         self._queue[track.request.id] = track
         self._queue.move_to_end(track.request.id, last=False)
 

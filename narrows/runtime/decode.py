@@ -150,7 +150,9 @@ class DecodePhase:
         self._note_stored([seat for _, seat in plan])
         for (key, seat), choice in zip(plan, self._ending.choose(logits, [s.request for _, s in plan]), strict=True):
             if isinstance(choice, Choice):
-                self.report.produced.append(Produced(*key, choice.token, choice.finish_reason))
+                self.report.produced.append(
+                    Produced(*key, len(seat.request.output), choice.token, choice.finish_reason)
+                )
                 seat.request = replace(seat.request, output=(*seat.request.output, choice.token.id))
                 if choice.finish_reason is not None:
                     self._leave(key)

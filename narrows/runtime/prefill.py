@@ -207,7 +207,14 @@ class PrefillPhase:
     def _hand_over(self, job: Job, choice: Choice) -> None:
         job.token = choice.token.id
         self.report.produced.append(
-            Produced(job.request.id, job.request.generation, choice.token, choice.finish_reason, job.cached_tokens)
+            Produced(
+                job.request.id,
+                job.request.generation,
+                len(job.request.output),
+                choice.token,
+                choice.finish_reason,
+                job.cached_tokens,
+            )
         )
         self._push_last(job)
 

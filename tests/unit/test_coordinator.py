@@ -77,8 +77,8 @@ def landing(request: str, generation: int, num_tokens: int) -> Landing:
     return Landing(request, generation, D0, "there", KEY, KEY, 256, ((0, num_tokens),))
 
 
-def token(name: str, generation: int, id: int, reason: FinishReason | None = None) -> Produced:
-    return Produced(name, generation, SampledToken(id), reason)
+def token(name: str, generation: int, index: int, id: int, reason: FinishReason | None = None) -> Produced:
+    return Produced(name, generation, index, SampledToken(id), reason)
 
 
 def both() -> Bench:
@@ -94,11 +94,11 @@ def test_a_request_goes_its_way_and_leaves_nothing_behind() -> None:
     bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
     ((_, push),) = bench.sent()
     assert isinstance(push, Push)
-    bench.say(P0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 11),)))
+    bench.say(P0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 0, 11),)))
     bench.say(D0, Progress(started=(Started("a", 0, handover_bytes=500),)))
     bench.say(P0, Progress(released=(Released("a", 0),)))
-    bench.say(D0, Progress(produced=(token("a", 0, 12),)))
-    bench.say(D0, Progress(produced=(token("a", 0, 13, FinishReason.LENGTH),)))
+    bench.say(D0, Progress(produced=(token("a", 0, 1, 12),)))
+    bench.say(D0, Progress(produced=(token("a", 0, 2, 13, FinishReason.LENGTH),)))
     assert [t.id for o in bench.outputs["a"] for t in o.tokens] == [11, 12, 13]
     assert bench.endings("a") == [FinishReason.LENGTH]
     assert bench.coordinator.num_holds == bench.coordinator.num_live == 0
@@ -112,7 +112,7 @@ def test_one_token_needs_no_decode() -> None:
     bench.submit("a", max_tokens=1)
     ((instance, prefill),) = bench.sent()
     assert instance == P0 and isinstance(prefill, Prefill)
-    bench.say(P0, Progress(produced=(token("a", 0, 5, FinishReason.LENGTH),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 5, FinishReason.LENGTH),)))
     assert bench.sent() == [(P0, Release("a", 0))]
     bench.say(P0, Progress(released=(Released("a", 0),)))
     assert bench.coordinator.num_holds == 0
@@ -152,15 +152,15 @@ def test_a_lost_decode_instance_costs_time_not_tokens() -> None:
     bench.submit("a", max_tokens=5)
     bench.sent()
     bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
-    bench.say(P0, Progress(produced=(token("a", 0, 11),)))
-    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 12),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
+    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 1, 12),)))
     bench.sent()
     bench.coordinator.instance_lost(D0, "killed", bench.now)
     again = [m for _, m in bench.sent() if isinstance(m, Prefill)]
     assert again[0].request.tokens == (1, 2, 3, 4, 5, 6, 11, 12)
     assert again[0].request.generation == 1
-    bench.say(P0, Progress(produced=(token("a", 0, 99),)))  # too late: of the attempt that is over
-    bench.say(P0, Progress(produced=(token("a", 1, 13),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 99),)))  # too late: of the attempt that is over
+    bench.say(P0, Progress(produced=(token("a", 1, 2, 13),)))
     assert [t.id for o in bench.outputs["a"] for t in o.tokens] == [11, 12, 13]
 
 
@@ -168,13 +168,51 @@ def test_a_lost_prefill_instance_does_not_matter_once_kv_has_arrived() -> None:
     bench = both()
     bench.submit("a", max_tokens=5)
     bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
-    bench.say(P0, Progress(produced=(token("a", 0, 11),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
     bench.say(D0, Progress(started=(Started("a", 0),)))
     bench.sent()
     bench.coordinator.instance_lost(P0, "killed", bench.now)
     assert bench.sent() == []
-    bench.say(D0, Progress(produced=(token("a", 0, 12, FinishReason.STOP),)))
+    bench.say(D0, Progress(produced=(token("a", 0, 1, 12, FinishReason.STOP),)))
     assert bench.endings("a") == [FinishReason.STOP]
+
+
+def test_decode_may_be_heard_before_prefill() -> None:
+    bench = both()
+    bench.submit("a", max_tokens=3)
+    bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
+    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 1, 12),)))
+    bench.say(D0, Progress(produced=(token("a", 0, 2, 13, FinishReason.LENGTH),)))
+    assert bench.outputs["a"] == []
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
+    assert [t.id for o in bench.outputs["a"] for t in o.tokens] == [11, 12, 13]
+    assert bench.endings("a") == [FinishReason.LENGTH]
+
+
+def test_a_first_token_that_died_with_prefill_is_computed_again() -> None:
+    bench = both()
+    bench.submit("a", max_tokens=5)
+    bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
+    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 1, 12),)))
+    bench.sent()
+    bench.coordinator.instance_lost(P0, "killed", bench.now)
+    assert bench.sent() == [(D0, Release("a", 0))]
+    bench.say(P0, Ready(info("prefill-0", Role.PREFILL)))
+    assert [m.request.generation for _, m in bench.sent() if isinstance(m, Prefill)] == [1]
+
+
+def test_a_sink_may_take_its_request_back() -> None:
+    bench = both()
+    endings: list[Output] = []
+
+    def sink(output: Output) -> None:
+        endings.append(output)
+        if output.tokens:
+            bench.coordinator.abort(RequestId("a"), bench.now, FinishReason.STOP)
+
+    bench.coordinator.submit(Request(RequestId("a"), (1, 2), SamplingParams(max_tokens=1)), sink, 0.0)
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11, FinishReason.LENGTH),)))
+    assert [o.finish_reason for o in endings] == [None, FinishReason.STOP]
 
 
 def test_losses_without_end_become_an_error() -> None:
@@ -272,7 +310,7 @@ class Actor:
                 self.done.add(key)
                 last = len(request.output) + 1 >= limit
                 parts["produced"].append(
-                    token(key[0], key[1], 500 + len(request.output), FinishReason.LENGTH if last else None)
+                    token(*key, len(request.output), 500 + len(request.output), FinishReason.LENGTH if last else None)
                 )
             elif key in self.landings and not prefills[key]:
                 prefills[key] = True
@@ -282,7 +320,7 @@ class Actor:
         elif key in self.done:
             last = len(request.output) + 1 >= limit
             parts["produced"].append(
-                token(key[0], key[1], 500 + len(request.output), FinishReason.LENGTH if last else None)
+                token(*key, len(request.output), 500 + len(request.output), FinishReason.LENGTH if last else None)
             )
             self.held[key] = Request(
                 request.id, request.prompt, request.params, 0.0, (*request.output, 0), request.generation
