@@ -171,6 +171,14 @@ def test_a_body_of_100_mb_is_refused(engine: FakeClient, http: httpx.Client, chu
     assert http.post(COMPLETIONS, json={"prompt": "ab"}).status_code == 200
 
 
+def test_a_client_that_sends_all_before_it_reads_hears_why(server: Serving) -> None:
+    with connect(server) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 * 2**20}\r\n\r\n".encode())
+        for piece in endless(100 * 2**20):
+            connection.sendall(piece)
+        assert read_all(connection).startswith(b"HTTP/1.1 413")
+
+
 def test_the_limit_is_exact(engine: FakeClient, tokenizer: Tokenizer) -> None:
     engine.run()
     body = b'{"prompt": "ab"}'
