@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -36,10 +37,13 @@ class Server:
     process: "subprocess.Popen[str]"
     url: str
     log: list[str]
+    reader: threading.Thread
 
-    @property
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60)
+
+    def post(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=60, **more)
 
     def workers(self) -> dict[str, int]:
         """Pids of the instances, as the process table shows them, in the order of their start."""
@@ -49,7 +53,7 @@ class Server:
 
     def gauge(self, name: str) -> dict[str, float]:
         """A metric by instance (or "" for one without labels)."""
-        page = self.http.get("/metrics").text
+        page = self.get("/metrics").text
         lines = re.findall(rf"^{name}(?:{{([^}}]*)}})? (\S+)$", page, re.MULTILINE)
         return {(re.search(r'instance="([^"]*)"', labels) or [None, ""])[1]: float(value) for labels, value in lines}
 
@@ -72,16 +76,22 @@ def start(*flags: str) -> Server:
     for line in process.stderr:
         log.append(line)
         if found := re.search(r"served at (http://\S+)/v1", line):
-            threading.Thread(target=log.extend, args=(process.stderr,), daemon=True).start()
-            return Server(process, found[1], log)
+            reader = threading.Thread(target=log.extend, args=(process.stderr,))
+            reader.start()
+            return Server(process, found[1], log, reader)
+    process.stderr.close()
     raise AssertionError(f"the server ended with {process.wait()}: {''.join(log)}")
 
 
-def stop(server: Server) -> int:
-    """Ctrl-C; the exit status."""
+def stop(server: Server, number: int = signal.SIGINT) -> int:
+    """Ctrl-C, or another signal; the exit status once nothing of it is left."""
     if server.process.poll() is None:
-        server.process.send_signal(signal.SIGINT)
-    return server.process.wait(30)
+        server.process.send_signal(number)
+    status = server.process.wait(30)
+    server.reader.join(30)
+    assert server.process.stderr is not None
+    server.process.stderr.close()
+    return status
 
 
 @pytest.fixture(scope="module")

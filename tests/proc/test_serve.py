@@ -37,9 +37,9 @@ def greedy(folder: Path, text: str, num_tokens: int) -> str:
     return tokenizer.decode(driver.greedy(tokenizer.encode(text), num_tokens))
 
 
-def completion(server: Server, prompt: str, **more: object) -> httpx.Response:
-    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20, "ignore_eos": True, **more}
-    return server.http.post("/v1/completions", json=body)
+def completion(server: Server, text: str, **more: object) -> httpx.Response:
+    body = {"model": "tiny", "prompt": text, "temperature": 0, "max_tokens": 20, "ignore_eos": True, **more}
+    return server.post("/v1/completions", json=body)
 
 
 def test_the_official_client_gets_what_the_model_says(server: Server, tiny: Path) -> None:
@@ -126,9 +126,9 @@ def test_bad_requests_are_refused_by_name_and_service_goes_on(
 
 
 def test_broken_json_and_a_huge_body_are_refused_and_service_goes_on(server: Server) -> None:
-    broken = server.http.post("/v1/completions", content=b'{"model": ', headers={"Content-Type": "application/json"})
+    broken = server.post("/v1/completions", content=b'{"model": ', headers={"Content-Type": "application/json"})
     assert broken.status_code == 400 and broken.json()["error"]["message"]
-    huge = server.http.post("/v1/completions", content=b"x" * 100_000_000)
+    huge = server.post("/v1/completions", content=b"x" * 100_000_000)
     assert huge.status_code == 413 and huge.json()["error"]["message"]
     assert completion(server, "fine").status_code == 200
 
@@ -145,7 +145,7 @@ def test_lost_instances_come_back_and_open_requests_are_finished(tiny: Path) -> 
                     pass
                 os.kill(pids[victim], signal.SIGKILL)
                 assert answer.result().json()["choices"][0]["text"] == want
-            while server.http.get("/ready").status_code != 200:
+            while server.get("/ready").status_code != 200:
                 pass
     finally:
         assert stop(server) == 0, "".join(server.log)
@@ -165,8 +165,7 @@ def test_killing_the_server_leaves_no_process(tiny: Path) -> None:
     server = start(f"--model={tiny}", *FLAGS)
     workers = [psutil.Process(pid) for pid in server.workers().values()]
     assert len(workers) == 2
-    server.process.kill()
-    server.process.wait()
+    stop(server, signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
 
@@ -178,7 +177,7 @@ def test_ctrl_c_ends_open_streams_properly(tiny: Path) -> None:
     begun = threading.Event()
 
     def read() -> None:
-        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 lines.append(line)
                 begun.set()
