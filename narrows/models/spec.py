@@ -154,9 +154,7 @@ def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
-    # An absent field means 4096, an explicit null means no window: that is how Hugging Face reads such folders.
-    window = config.optional_integer("sliding_window") if config.has("sliding_window") else 4096
-    return replace(spec, windows=(window,) * spec.num_layers)
+    return replace(spec, windows=(_window(config),) * spec.num_layers)
 
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -172,11 +170,16 @@ def _qwen3(config: Fields, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def _window(config: Fields) -> int | None:
+    """An absent field means 4096, an explicit null no window: that is how Hugging Face reads such folders."""
+    return config.optional_integer("sliding_window") if config.has("sliding_window") else 4096
+
+
 def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Full attention in the first max_window_layers layers, a window in the rest, unless layer_types says otherwise."""
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
-    window = config.integer("sliding_window", 4096)
+    window = _window(config)
     first = config.integer("max_window_layers", 28, least=0)
     types = config.raw("layer_types")
     if types is None:

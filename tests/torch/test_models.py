@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-full": ("MistralForCausalLM", {"sliding_window": None}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-window": ("Qwen2ForCausalLM", QWEN_WINDOW),
+    "qwen2-null-window": ("Qwen2ForCausalLM", QWEN_WINDOW | {"sliding_window": None}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3-tied-biases": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
 }

@@ -92,6 +92,7 @@ class Model:
         In the last layer only the wanted rows go on from there: as requests of their own (see keep_rows), so the
         attention backend sees another batch in that layer unless logit_rows is None. Pass None in a decode step.
         """
+        assert batch.max_context <= self.max_positions, (batch.max_context, self.max_positions)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             query = self._store(layer, hidden, entries[index], batch)
