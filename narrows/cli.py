@@ -15,6 +15,8 @@ from narrows.errors import NarrowsError
 
 F = TypeVar("F", bound=Callable[..., Any])
 START_TIMEOUT_S = 300.0
+# Every option can also come from the environment: NARROWS_SERVE_API_KEY is --api-key of serve.
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "auto_envvar_prefix": "NARROWS"}
 
 
 class Program(click.Group):
@@ -27,7 +29,7 @@ class Program(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Program, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="narrows")
 @click.option("-v", "--verbose", is_flag=True, help="Log what instances do.")
 def main(verbose: bool) -> None:
