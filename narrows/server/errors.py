@@ -117,4 +117,5 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         body = payload(f"internal error: {type(error).__name__}", type="server_error", code="internal_error")
-        return ErrorResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR)
+        # The exception goes on to uvicorn, which logs it and closes the connection: the client must not use it again.
+        return ErrorResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR, headers={"Connection": "close"})
