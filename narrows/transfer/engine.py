@@ -38,7 +38,7 @@ from narrows.transfer.inbox import Inbox, Target
 from narrows.transfer.link import Link
 from narrows.transfer.memory import RegionTable, Revocations
 from narrows.transfer.outbox import Item, Outbox, OutMessage, OutPost
-from narrows.transfer.shaping import bucket_for
+from narrows.transfer.shaping import Pace, bucket_for
 from narrows.transfer.signal import Signal
 from narrows.transfer.stream import FrameReader
 
@@ -95,6 +95,9 @@ class Engine:
 
     def _tune(self, sock: socket.socket) -> None:
         """Set options of a new link's socket. Raises TransportError to turn the peer away."""
+
+    def _bound_unsent(self, link: Link) -> None:
+        """Keep the kernel from taking much more than link.pace.burst_bytes that it can not send at once."""
 
     def _allocate(self, num_bytes: int) -> memoryview:
         raise NotImplementedError
@@ -303,7 +306,7 @@ class Engine:
 
     def _transmit(self, link: Link, item: Item) -> None:
         """Put the next frame of `item` on the link's socket."""
-        buffers = item.encode(self.config.checksums)
+        buffers = item.encode(self.config.checksums, link.pace.burst_bytes)
         num_bytes = sum(map(len, buffers))
         link.outbox.advance(item, num_bytes)
         self._write(link, buffers, num_bytes, item.priority)
@@ -327,6 +330,10 @@ class Engine:
         except OSError as error:
             self._lose(link, f"sending failed: {error}")
             return
+        if not link.unsent and link.outbox.head() is None:
+            link.pace.rest()
+        elif link.pace.judge(time.monotonic()):
+            self._bound_unsent(link)
         if link.unsent and not link.wants_write:
             self._watch(link, write=True)
 
@@ -376,7 +383,9 @@ class Engine:
 
     def _make_link(self, sock: socket.socket, identity: Identity) -> Link:
         sock.setblocking(False)
-        link = Link(sock, PeerName(identity.name), time.monotonic())
+        pace = Pace(self.config.block_bytes, fixed=self._bucket is not None)
+        link = Link(sock, PeerName(identity.name), time.monotonic(), pace)
+        self._bound_unsent(link)
         inbox = Inbox(link.peer, self._target, link.outbox.control.append, partial(self._answered, link))
         link.attach(inbox, FrameReader(inbox))
         self._links[link.peer] = link

@@ -101,8 +101,7 @@ class Inbox:
         if sum(length for _, length in rows) != head.payload_bytes:
             raise TransportError("the peer sent a data frame whose rows do not add up")
         error = _REVOKED if self._target.revoked.covers(frame.tag.request, head.generation) else None
-        for offset, length in rows:
-            error = error or misfit(buffer, offset, length)
+        error = error or _first_misfit(buffer, rows)
         if error or buffer is None:
             self._refuse(frame, error or "the target region is unknown here")
             return self._drained(head.payload_bytes)
@@ -178,6 +177,14 @@ class Inbox:
 
 
 _REVOKED = "the target has revoked this attempt"
+
+
+def _first_misfit(buffer: memoryview | None, rows: list[tuple[int, int]]) -> str | None:
+    size = -1 if buffer is None else len(buffer)
+    for offset, length in rows:
+        if offset < 0 or length < 0 or offset + length > size:
+            return misfit(buffer, offset, length)
+    return None
 
 
 def _crc(parts: list[memoryview]) -> int:

@@ -11,6 +11,7 @@ from narrows.transfer.base import PeerName
 from narrows.transfer.frames import Buffer
 from narrows.transfer.inbox import Inbox
 from narrows.transfer.outbox import Outbox
+from narrows.transfer.shaping import Pace
 from narrows.transfer.stream import FrameReader, skip
 
 _MAX_SEGMENTS = 1024  # the kernel's limit for one call
@@ -23,7 +24,7 @@ class Link:
     inbox: Inbox
     reader: FrameReader
 
-    def __init__(self, sock: socket.socket, peer: PeerName, now: float) -> None:
+    def __init__(self, sock: socket.socket, peer: PeerName, now: float, pace: Pace) -> None:
         self.sock = sock
         self.peer = peer
         self.outbox = Outbox()
@@ -32,6 +33,7 @@ class Link:
         self.last_heard = now
         self.last_sent = now
         self.last_turn = now
+        self.pace = pace
         self.gone: str | None = None
         self.passing: int | None = None  # descriptor to go with the first byte of `unsent`
         self.descriptors: deque[int] = deque()  # received and not yet claimed; ours to close
@@ -48,6 +50,7 @@ class Link:
         except BlockingIOError:
             return
         self.passing = None
+        self.pace.count(sent)
         if sent == num_bytes:
             self.unsent = ()
         else:

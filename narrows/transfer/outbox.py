@@ -4,6 +4,7 @@ post:    DATA ... DATA  PUT ... PUT  END      (or ABORT from wherever it was sto
 message: MESSAGE ... MESSAGE
 """
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,7 +17,9 @@ from narrows.transfer.runs import Pieces, check_copy, cut, merge
 
 
 class OutPost:
-    """A post on its way. `cursor` counts its frames; those before it have been given to the link.
+    """A post on its way. `cursor` counts its steps (blocks, then trailing frames) that have been given to the link.
+
+    A block is the part of a post that may always go in one frame; a frame may take several.
 
     Building one raises ValueError or TransportError for what can not be sent (see Transport.post).
     """
@@ -37,11 +40,13 @@ class OutPost:
         self.waits = False  # may not move now: its target is not reachable yet (shared memory)
         self.aborted = False  # see abort()
         self._rows = np.stack((self.pieces.targets, self.pieces.lengths), axis=1)
-        frame_begins = self.pieces.frames[:-1]
-        sizes = np.add.reduceat(self.pieces.lengths, frame_begins) if len(frame_begins) else frame_begins
-        self._data_bytes: list[int] = sizes.tolist()
+        self._piece_ends: list[int] = self.pieces.frames[1:].tolist()  # of each block
+        byte_ends = np.cumsum(self.pieces.lengths)
+        self._byte_ends: list[int] = byte_ends[self.pieces.frames[1:] - 1].tolist()
+        self._num_blocks = len(self._byte_ends)
+        self._span = 1  # steps that the frame encoded last takes
         self._puts = _group(post.trailing, post.note, kind, block_bytes)
-        self._num_frames = len(self._data_bytes) + len(self._puts)
+        self._num_steps = self._num_blocks + len(self._puts)
         self._head_bytes = HEAD_BYTES + len(post.tag.request.encode())
 
     @property
@@ -50,39 +55,44 @@ class OutPost:
 
     @property
     def sent(self) -> bool:
-        return self.cursor >= self._num_frames
+        return self.cursor >= self._num_steps
 
     @property
     def at_data(self) -> bool:
         """The next frame is DATA."""
-        return self.cursor < len(self._data_bytes) and not self.aborted
+        return self.cursor < self._num_blocks and not self.aborted
 
-    @property
-    def piece_range(self) -> tuple[int, int]:
-        """Pieces of the next frame, which must be DATA."""
-        return int(self.pieces.frames[self.cursor]), int(self.pieces.frames[self.cursor + 1])
-
-    @property
-    def data_bytes(self) -> int:
-        """Payload of the next frame, which must be DATA."""
-        return self._data_bytes[self.cursor]
+    def take_pieces(self, limit: int) -> tuple[int, int, int]:
+        """Pieces of the next frame, which must be DATA, as (first, end, bytes): as many whole blocks as fit `limit`
+        bytes and one frame's table, at least one."""
+        cursor = self.cursor
+        low, begin = (self._piece_ends[cursor - 1], self._byte_ends[cursor - 1]) if cursor else (0, 0)
+        end = min(
+            bisect.bisect_right(self._byte_ends, begin + limit, cursor),
+            bisect.bisect_right(self._piece_ends, low + MAX_ROWS, cursor),
+        )
+        self._span = max(1, end - cursor)
+        last = cursor + self._span - 1
+        return low, self._piece_ends[last], self._byte_ends[last] - begin
 
     def next_bytes(self) -> int:
-        """Bytes of the next frame, about (row tables aside)."""
+        """Bytes of the next step, about (row tables aside)."""
         if self.at_data:
-            return self._head_bytes + self._data_bytes[self.cursor]
+            cursor = self.cursor
+            return self._head_bytes + self._byte_ends[cursor] - (self._byte_ends[cursor - 1] if cursor else 0)
         return self._head_bytes if self.aborted else self._head_bytes + self._puts[self._put_index][2]
 
     def abort(self) -> None:
         """Send nothing more but, if anything was sent, the word that nothing more comes."""
         self.aborted = True
 
-    def encode(self, checksum: bool) -> list[Buffer]:
-        """The next frame, to be sent as it is; data is not copied."""
+    def encode(self, checksum: bool, limit: int = 0) -> list[Buffer]:
+        """The next frame, to be sent as it is; data is not copied. DATA takes as many blocks as fit `limit` bytes."""
+        self._span = 1
         if self.aborted:
             return [pack_head(Kind.ABORT, tag=self.tag, post=self.id)]
         if self.at_data:
-            low, high = self.piece_range
+            low, high, _ = self.take_pieces(limit)
             payload = self.payload(low, high)
             rows = self._rows[low:high].tobytes()
             head = pack_head(
@@ -96,7 +106,7 @@ class OutPost:
             )
             return [head, *payload]
         rows, data, _ = self._puts[self._put_index]
-        last = self.cursor + 1 == self._num_frames
+        last = self.cursor + 1 == self._num_steps
         head = pack_head(
             Kind.END if last else Kind.PUT,
             tag=self.tag,
@@ -113,13 +123,16 @@ class OutPost:
         pieces, buffers = self.pieces, self.buffers
         begins = pieces.sources[low:high]
         ends = (begins + pieces.lengths[low:high]).tolist()
-        which = pieces.buffers[low:high].tolist() if len(buffers) > 1 else [0] * (high - low)
+        if len(buffers) == 1:
+            buffer = buffers[0]
+            return [buffer[begin:end] for begin, end in zip(begins.tolist(), ends, strict=True)]
+        which = pieces.buffers[low:high].tolist()
         return [buffers[index][begin:end] for index, begin, end in zip(which, begins.tolist(), ends, strict=True)]
 
     def writes(self) -> Iterator[tuple[int, int, Buffer]]:
         """What the next frame writes, as (region token, offset, bytes)."""
         if self.at_data:
-            low, high = self.piece_range
+            low, high, _ = self.take_pieces(0)
             targets = self.pieces.targets[low:high].tolist()
             for target, data in zip(targets, self.payload(low, high), strict=True):
                 yield self.region, target, data
@@ -131,13 +144,13 @@ class OutPost:
                 at += length
 
     def advance(self, num_bytes: int) -> None:
-        """The next frame has been given to the link, at this cost."""
+        """The frame encoded (or taken) last has been given to the link, at this cost."""
         self.wire_bytes += num_bytes
-        self.cursor = self._num_frames if self.aborted else self.cursor + 1
+        self.cursor = self._num_steps if self.aborted else self.cursor + self._span
 
     @property
     def _put_index(self) -> int:
-        return self.cursor - len(self._data_bytes)
+        return self.cursor - self._num_blocks
 
 
 def _group(puts: Sequence[Put], note: bytes, kind: str, block_bytes: int) -> list[tuple[bytes, bytes, int]]:
@@ -187,7 +200,7 @@ class OutMessage:
     def next_bytes(self) -> int:
         return HEAD_BYTES + min(self._block_bytes, len(self.payload) - self._at)
 
-    def encode(self, checksum: bool) -> list[Buffer]:
+    def encode(self, checksum: bool, limit: int = 0) -> list[Buffer]:
         part = self._view[self._at : self._at + self._block_bytes]
         more = self._at + len(part) < len(self.payload)
         head = pack_head(

@@ -99,7 +99,8 @@ def cut(runs: Runs, frame_bytes: int, max_pieces: int) -> Pieces:
         return Pieces(empty, empty, empty, empty, np.zeros(1, np.int64))
     # positions in the byte stream that the runs form, one after the other
     run_ends = np.cumsum(runs.lengths)
-    piece_ends = np.union1d(run_ends, np.arange(frame_bytes, run_ends[-1], frame_bytes))
+    ends = np.sort(np.concatenate((run_ends, np.arange(frame_bytes, run_ends[-1], frame_bytes))))
+    piece_ends = ends[np.concatenate((ends[1:] != ends[:-1], [True]))]
     piece_begins = np.concatenate(([0], piece_ends[:-1]))
     run = np.searchsorted(run_ends, piece_begins, side="right")
     into_run = piece_begins - (run_ends[run] - runs.lengths[run])

@@ -39,6 +39,44 @@ class TokenBucket:
         self._now = now
 
 
+class Pace:
+    """How many bytes of a link's less urgent traffic may be ahead of an urgent frame: one block, or what the link
+    moves in `window_s` where that is more. Learned from how fast a backlog drains; a shaped link keeps to one block.
+
+    Fast links need it: a frame of 64 KiB takes a 20 Gbit/s link less time than it takes Python to make the next one.
+    """
+
+    def __init__(self, block_bytes: int, *, fixed: bool, window_s: float = 0.0005, most_bytes: int = 1 << 20) -> None:
+        self.burst_bytes = block_bytes
+        self._block_bytes = block_bytes
+        self._most_bytes = block_bytes if fixed else max(block_bytes, most_bytes)
+        self._window_s = window_s
+        self._since: float | None = None  # when the backlog began, or was last judged
+        self._sent = 0
+
+    def count(self, num_bytes: int) -> None:
+        """The link has taken so many bytes."""
+        self._sent += num_bytes
+
+    def judge(self, now: float) -> bool:
+        """Called while a backlog waits. Returns whether burst_bytes has changed."""
+        if self._since is None:
+            self._since, self._sent = now, 0
+            return False
+        elapsed_s = now - self._since
+        if elapsed_s < 2 * self._window_s:
+            return False
+        before = self.burst_bytes
+        drained = int(self._sent / elapsed_s * self._window_s)
+        self.burst_bytes = max(self._block_bytes, min(drained, 2 * before, self._most_bytes))
+        self._since, self._sent = now, 0
+        return self.burst_bytes != before
+
+    def rest(self) -> None:
+        """No backlog: what passes now says nothing about the link."""
+        self._since = None
+
+
 def bucket_for(link_gbps: float | None, now: float) -> TokenBucket | None:
     """The bucket of a link of so many 10^9 bits per second, or None for an unshaped one."""
     return None if link_gbps is None else TokenBucket(link_gbps * 1e9 / 8, now)

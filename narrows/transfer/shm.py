@@ -32,7 +32,8 @@ from narrows.transfer.outbox import Item, OutPost
 from narrows.transfer.runs import Ints
 
 _BACKLOG = 128
-_COPY_BYTES = 1 << 20  # copied between two looks at the sockets; commands are looked for after every block
+_FRAME_BYTES = 256 * 1024  # copied between two looks for commands: some tens of microseconds
+_COPY_BYTES = 1 << 20  # copied between two looks at the sockets
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 
@@ -194,9 +195,10 @@ class ShmTransport(Engine):
         """Copy blocks until something new is to be done, a shaped link's next block must wait, or it is time to look
         at the sockets."""
         moves = self._moves[post]
+        limit = 0 if self._bucket is not None else _FRAME_BYTES
         copied = 0
         while True:
-            low, high = post.piece_range
+            low, high, num_bytes = post.take_pieces(limit)
             for target, source, length in zip(
                 moves.targets[low:high].tolist(),
                 moves.sources[low:high].tolist(),
@@ -204,7 +206,6 @@ class ShmTransport(Engine):
                 strict=True,
             ):
                 _memmove(target, source, length)
-            num_bytes = post.data_bytes
             copied += num_bytes
             link.outbox.advance(post, num_bytes)
             if not post.at_data or self._bucket is not None or self._commands or copied >= _COPY_BYTES:
