@@ -39,10 +39,10 @@ typedef struct {
     float scale, scale2; /* of the scores, and the same for powers of two */
     long window;         /* 0: none */
 
-    long heads_at_once;
+    long heads_at_once; /* KV heads of a wide request that are packed together */
     void *scratch;
     size_t scratch_stride; /* bytes of each thread's own piece, when requests are narrow */
-    atomic_long *tickets;  /* one per wide request, one for the parts */
+    atomic_long *tickets;  /* one per wide request */
     narrow *narrow;
     long num_narrow, num_parts, num_narrow_rows;
 } attend_call;
@@ -57,22 +57,27 @@ static long part_floats(const attend_call *c, long rows) {
     return (rows * c->num_heads * (c->head_dim + LANES + 1) + 15) / 16 * 16;
 }
 
-#define CASE(rows, blocks) \
-    case (rows) * 8 + (blocks): \
-        if ((rows) <= MAX_ROWS && (blocks) <= MAX_BLOCKS) T(micro)(rows, blocks, p, add, 0); \
+#define CASE(r, j) \
+    case (r) * 8 + (j): \
+        if ((r) <= MAX_ROWS && (j) <= MAX_BLOCKS) { \
+            if (narrow) \
+                T(micro)(r, j, (r) <= 3 ? 2 : 1, p, add, -1); \
+            else \
+                T(micro)(r, j, 1, p, add, 0); \
+        } \
         break;
-#define CASES(rows) CASE(rows, 1) CASE(rows, 2) CASE(rows, 3) CASE(rows, 4)
+#define CASES(r) CASE(r, 1) CASE(r, 2) CASE(r, 3) CASE(r, 4)
 #define MULTIPLY \
-    static void T(multiply_small)(int rows, int blocks, const T(product) *p, int add) { \
+    static void T(multiply_small)(int rows, int blocks, int narrow, const T(product) *p, int add) { \
         switch (rows * 8 + blocks) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) } \
     } \
-    static void T(multiply)(int rows, int blocks, const T(product) *whole, int add) { \
+    static void T(multiply)(int rows, int blocks, int narrow, const T(product) *whole, int add) { \
         for (int r = 0; r < rows; r += MAX_ROWS) \
             for (int j = 0; j < blocks; j += MAX_BLOCKS) { \
                 T(product) p = *whole; \
                 p.a += r * p.lda, p.b += j * LANES, p.c += r * p.ldc + j * LANES; \
                 T(multiply_small)(rows - r < MAX_ROWS ? rows - r : MAX_ROWS, \
-                                  blocks - j < MAX_BLOCKS ? blocks - j : MAX_BLOCKS, &p, add); \
+                                  blocks - j < MAX_BLOCKS ? blocks - j : MAX_BLOCKS, narrow, &p, add); \
             } \
     }
 

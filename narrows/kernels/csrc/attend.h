@@ -13,47 +13,87 @@
 
 INLINE long T(block_steps)(const attend_call *c) { return c->head_dim * (2 * KEYS / PER_STEP); }
 
-/* Where the entries of 64 tokens from `base` on are; NULL past the end of the context. */
-static void T(find_tokens)(const attend_call *c, long request, long base, const STEP **where) {
-    const int32_t *pages = c->page_table + request * c->table_stride;
-    const long words = c->num_kv_heads * c->head_dim * 2 / PER_STEP, length = c->context_len[request];
-    long page = base / c->page_size, offset = base % c->page_size;
-    for (int i = 0; i < KEYS; i++) {
-        where[i] = base + i < length ? (const STEP *)c->entries + (pages[page] * c->page_size + offset) * words : NULL;
-        if (++offset == c->page_size) offset = 0, page++;
+/* Where the entries of KEYS tokens from `base` on are. Returns how many there are; the rest is NULL. */
+static int T(find_tokens)(const attend_call *c, long request, long base, const STEP **where) {
+    const int32_t *pages = c->page_table + request * c->table_stride + base / c->page_size;
+    const long words = c->num_kv_heads * c->head_dim * 2 / PER_STEP;
+    long left = c->context_len[request] - base, offset = base % c->page_size;
+    int i = 0;
+    for (left = left < KEYS ? left : KEYS; i < left; offset = 0) {
+        const STEP *entry = (const STEP *)c->entries + (*pages++ * c->page_size + offset) * words;
+        long run = c->page_size - offset < left - i ? c->page_size - offset : left - i;
+        for (; run > 0; run--, entry += words) where[i++] = entry;
+    }
+    for (i = left > 0 ? (int)left : 0; i < KEYS; i++) where[i] = NULL;
+    return left > 0 ? (int)left : 0;
+}
+
+/* Entries to be asked for, line by line and in order, while others are computed, so that memory is never idle. */
+typedef struct {
+    const STEP *const *where;
+    long count, stride;   /* tokens, and words of a token's entries */
+    long token;           /* the first that is not in the run */
+    const char *at, *end; /* the run: neighbours in memory that are left to be asked for */
+} T(soon);
+
+/* The address of the next `lines` lines, for the caller to ask for; once all are asked for, of some that are at hand. */
+INLINE const char *T(take)(T(soon) *s, long lines, const void *at_hand) {
+    if (!s) return at_hand;
+    if (s->end - s->at < lines * 64) {
+        for (; s->at < s->end; s->at += 64) __builtin_prefetch(s->at, 0, 2);
+        if (s->token == s->count) return at_hand;
+        const STEP *first = s->where[s->token];
+        long n = 1;
+        while (s->token + n < s->count && s->where[s->token + n] == first + n * s->stride) n++;
+        s->token += n;
+        s->at = (const char *)first;
+        s->end = (const char *)(first + n * s->stride);
+    }
+    const char *from = s->at;
+    s->at += lines * 64;
+    return from;
+}
+
+/* Pack 16 tokens of one KV head, `stride` apart, as columns of the keys and steps of the values. */
+INLINE void T(pack_tokens)(const attend_call *c, const STEP *from, long stride, T(soon) *soon, STEP *keys,
+                           STEP *values) {
+    const long half = c->head_dim / PER_STEP;
+    long k = 0;
+    for (; k + 16 <= half; k += 16) transpose16((const word *)from + k, stride, 16, (word *)(keys + k * KEYS), KEYS);
+    if (k < half) transpose16((const word *)from + k, stride, (int)(half - k), (word *)(keys + k * KEYS), KEYS);
+    from += half;
+    const long lines = half * (long)sizeof(STEP) / 64 * PER_STEP;
+    const char *next = T(take)(soon, 16 / PER_STEP * lines, from);
+    for (int j = 0; j < 16; j += PER_STEP, from += PER_STEP * stride, values += c->head_dim) {
+        if (soon)
+            for (long i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+#if PER_STEP == 2
+        interleave((const bf16 *)from, (const bf16 *)(from + stride), values, c->head_dim);
+#else
+        memcpy(values, from, (size_t)c->head_dim * sizeof(float));
+#endif
     }
 }
 
-/* Pack one KV head of the tokens that `where` points to; absent ones become zeros. `next`: the tokens to ask for meanwhile. */
-static void T(pack_block)(const attend_call *c, long head, const STEP *const *where, const STEP *const *next, STEP *out) {
-    static const STEP zeros[MAX_HEAD_DIM * 2];
-    const long entry = c->head_dim * 2 / PER_STEP, half = entry / 2, at = head * entry;
-    STEP *values = out + half * KEYS;
+/* Pack one KV head of the tokens that `where` points to; absent ones become zeros. */
+static void T(pack_block)(const attend_call *c, long head, const STEP *const *where, T(soon) *soon, STEP *out) {
+    STEP copy[16 * MAX_HEAD_DIM * 2 / PER_STEP] __attribute__((aligned(64)));
+    const long entry = c->head_dim * 2 / PER_STEP, at = head * entry, stride = entry * c->num_kv_heads;
     for (int i = 0; i < KEYS; i += 16) {
-        const STEP *rows[16];
-        for (int j = 0; j < 16; j++) rows[j] = where[i + j] ? where[i + j] + at : zeros;
-        if (next)
-            for (int j = 0; j < 16; j++)
-                if (next[i + j])
-                    for (long b = 0; b < entry; b += 64 / sizeof(STEP)) __builtin_prefetch(next[i + j] + at + b);
-        for (long k = 0; k < half; k += 16)
-            transpose16((const word *const *)rows, k, half - k < 16 ? (int)(half - k) : 16,
-                        (word *)(out + k * KEYS + i), KEYS);
-        for (int j = 0; j < 16; j += PER_STEP) {
-            STEP *to = values + (i + j) / PER_STEP * c->head_dim;
-#if PER_STEP == 2
-            const bf16 *low = (const bf16 *)(rows[j] + half), *high = (const bf16 *)(rows[j + 1] + half);
-            for (long d = 0; d < c->head_dim; d += VL) {
-                vh a, b;
-                memcpy(&a, low + d, sizeof a);
-                memcpy(&b, high + d, sizeof b);
-                vu pair = widen(a) | (widen(b) << 16);
-                memcpy(to + d, &pair, sizeof pair);
-            }
-#else
-            memcpy(to, rows[j] + half, (size_t)c->head_dim * sizeof(float));
-#endif
+        STEP *keys = out + i, *values = out + entry / 2 * KEYS + i / PER_STEP * c->head_dim;
+        int in_line = where[i + 15] != NULL;
+        if (c->page_size % 16)
+            for (int j = 1; j < 16; j++) in_line &= where[i + j] == where[i] + j * stride;
+        if (in_line) {
+            T(pack_tokens)(c, where[i] + at, stride, soon, keys, values);
+            continue;
         }
+        for (int j = 0; j < 16; j++)
+            if (where[i + j])
+                memcpy(copy + j * entry, where[i + j] + at, (size_t)entry * sizeof(STEP));
+            else
+                memset(copy + j * entry, 0, (size_t)entry * sizeof(STEP));
+        T(pack_tokens)(c, copy, entry, soon, keys, values);
     }
 }
 
@@ -65,6 +105,7 @@ typedef struct {
     float *sum;      /* [rows, D] weighted values */
     float *total;    /* [rows, LANES]: the sum of weights is the sum over lanes */
     float *peak;     /* [rows] greatest score so far, unscaled */
+    T(soon) *soon;   /* NULL when rows are many and wait for no memory */
 } T(tile);
 
 static void T(start)(const attend_call *c, const T(tile) *t) {
@@ -74,38 +115,45 @@ static void T(start)(const attend_call *c, const T(tile) *t) {
 }
 
 /* Turn a row's scores for `width` keys (a multiple of 16) into weights. Those outside [low, high) are hidden. */
-INLINE void T(weigh)(const attend_call *c, const T(tile) *t, long row, const float *scores, int width, long low,
+INLINE void T(weigh)(const attend_call *c, const T(tile) *t, long row, const float *scores, const int width, long low,
                      long high, STEP *weights) {
-    const int n = width / VL;
-    vf s[KEYS / VL], peak = vf_all(-INFINITY);
-    for (int i = 0; i < n; i++) s[i] = vf_load(scores + i * VL);
-    if (low > 0 || high < width) {
+    const int n = width / VL, some_hidden = low > 0 || high < width;
+    const float scale = c->scale2, old = t->peak[row];
+    float *lanes = t->total + row * LANES;
+    vf s[KEYS / VL], peak = vf_all(-INFINITY), total[NV];
+    vi seen[KEYS / VL];
+    UNROLL for (int i = 0; i < n; i++) s[i] = vf_load(scores + i * VL);
+    if (some_hidden) {
         vi lane;
         for (int i = 0; i < VL; i++) lane[i] = i;
-        for (int i = 0; i < n; i++, lane += VL)
-            s[i] = vf_select((vi)(lane >= (int32_t)low) & (vi)(lane < (int32_t)high), s[i], vf_all(-INFINITY));
+        UNROLL for (int i = 0; i < n; i++, lane += VL) {
+            seen[i] = (vi)(lane >= (int32_t)low) & (vi)(lane < (int32_t)high);
+            s[i] = vf_select(seen[i], s[i], vf_all(-INFINITY));
+        }
     }
-    for (int i = 0; i < n; i++) peak = vf_max(peak, s[i]);
-    float *total = t->total + row * LANES, old = t->peak[row];
+    UNROLL for (int i = 0; i < n; i++) peak = vf_max(peak, s[i]);
+    UNROLL for (int v = 0; v < NV; v++) total[v] = vf_load(lanes + v * VL);
+    float now = old;
     if (vf_any_greater(peak, vf_all(old))) {
-        float now = vf_reduce_max(peak), *sum = t->sum + row * c->head_dim;
-        vf fade = vf_exp2(vf_all((old - now) * c->scale2));
-        for (long d = 0; d < c->head_dim; d += VL) vf_store(sum + d, vf_load(sum + d) * fade);
-        for (int i = 0; i < LANES; i += VL) vf_store(total + i, vf_load(total + i) * fade);
-        t->peak[row] = old = now;
+        now = t->peak[row] = vf_reduce_max(peak);
+        const vf fade = vf_exp2(vf_all((old - now) * scale));
+        const long dim = c->head_dim;
+        for (float *sum = t->sum + row * dim, *end = sum + dim; sum < end; sum += VL) vf_store(sum, vf_load(sum) * fade);
+        UNROLL for (int v = 0; v < NV; v++) total[v] *= fade;
     }
     /* subtracted before scaling: exact near the peak, and no overflow */
-    const vf shift = vf_all(old == -INFINITY ? 0.f : old);
-    for (int i = 0; i < n; i++) {
-        vf p = vf_exp2((s[i] - shift) * c->scale2);
-        float *lanes = total + i % NV * VL;
-        vf_store(lanes, vf_load(lanes) + p);
+    const vf shift = vf_all(now == -INFINITY ? 0.f : now);
+    UNROLL for (int i = 0; i < n; i++) {
+        vf p = vf_exp2_below((s[i] - shift) * scale);
+        if (some_hidden) p = vf_select(seen[i], p, vf_all(0.f));
+        total[i % NV] += p;
 #if PER_STEP == 2
         vf_store_bf16((bf16 *)weights + i * VL, p);
 #else
         vf_store(weights + i * VL, p);
 #endif
     }
+    UNROLL for (int v = 0; v < NV; v++) vf_store(lanes + v * VL, total[v]);
 }
 
 /* Fold the packed block of the keys base..base+KEYS into every row of the tile that sees any of them. */
@@ -118,8 +166,9 @@ static void T(fold)(const attend_call *c, const T(tile) *t, const STEP *packed, 
         long seen = t->end[r + rows - 1] - base;
         if (seen <= 0 || begin_of(c, t->end[r]) >= base + KEYS) continue;
         const int width = seen >= KEYS ? KEYS : (int)((seen + LANES - 1) / LANES * LANES);
-        T(product) p = {t->query + r * half, half, packed, KEYS, half, scores, KEYS};
-        T(multiply)(rows, width / LANES, &p, 0);
+        T(product) p = {t->query + r * half, half, packed, KEYS, 2 * LANES, half, scores, KEYS,
+                        T(take)(t->soon, half * 2, packed)};
+        T(multiply)(rows, width / LANES, t->soon != NULL, &p, 0);
         for (int i = 0; i < rows; i++) {
             const float *row = scores + i * KEYS;
             STEP *to = weights + i * (KEYS / PER_STEP);
@@ -131,9 +180,9 @@ static void T(fold)(const attend_call *c, const T(tile) *t, const STEP *packed, 
         }
         for (long d = 0; d < c->head_dim; d += FOLD_BLOCKS * LANES) {
             long columns = c->head_dim - d < FOLD_BLOCKS * LANES ? c->head_dim - d : FOLD_BLOCKS * LANES;
-            T(product) q = {weights, KEYS / PER_STEP, packed + half * KEYS + d, c->head_dim, width / PER_STEP,
-                            t->sum + r * c->head_dim + d, c->head_dim};
-            T(multiply)(rows, (int)(columns / LANES), &q, 1);
+            T(product) q = {weights, KEYS / PER_STEP, packed + half * KEYS + d, c->head_dim, 2 * LANES, width / PER_STEP,
+                            t->sum + r * c->head_dim + d, c->head_dim, T(take)(t->soon, width / PER_STEP * 2, packed)};
+            T(multiply)(rows, (int)(columns / LANES), t->soon != NULL, &q, 1);
         }
     }
 }
@@ -172,7 +221,7 @@ static void T(attend_tile)(const attend_call *c, long request, long head, long a
         ends[r] = past + i + 1;
         memcpy(query + r * half, (const STEP *)c->query + to[r] * half, (size_t)half * sizeof(STEP));
     }
-    T(tile) t = {query, rows, ends, sum, total, peak};
+    T(tile) t = {query, rows, ends, sum, total, peak, NULL};
     T(start)(c, &t);
     const long end = (ends[rows - 1] + KEYS - 1) / KEYS;
     for (long b = begin_of(c, ends[0]) / KEYS; b < end; b++) T(fold)(c, &t, packed + b * T(block_steps)(c), b * KEYS);
@@ -215,11 +264,11 @@ static void T(attend_chunk)(const attend_call *c, long request, long from, long 
     float *sum = part, *total = sum + rows * c->num_heads * c->head_dim, *peak = total + rows * c->num_heads * LANES;
     const STEP *where[2][KEYS];
     T(find_tokens)(c, request, from, where[0]);
-    for (long base = from; base < until; base += KEYS) {
-        const STEP **now = where[base / KEYS % 2 != from / KEYS % 2], **next = where[base / KEYS % 2 == from / KEYS % 2];
-        if (base + KEYS < until) T(find_tokens)(c, request, base + KEYS, next);
+    for (long base = from, turn = 0; base < until; base += KEYS, turn = !turn) {
+        T(soon) soon = {.where = where[!turn], .stride = c->num_kv_heads * c->head_dim * 2 / PER_STEP,
+                        .count = T(find_tokens)(c, request, base + KEYS, where[!turn])};
         for (long h = 0; h < c->num_kv_heads; h++) {
-            T(pack_block)(c, h, now, base + KEYS < until ? next : NULL, packed);
+            T(pack_block)(c, h, where[turn], &soon, packed);
             for (long i = 0; i < rows; i++) {
                 const long row = i * c->num_heads + h * group;
                 for (long g = 0; g < group; g += TILE_ROWS) {
@@ -227,7 +276,7 @@ static void T(attend_chunk)(const attend_call *c, long request, long from, long 
                     const int n = group - g < TILE_ROWS ? (int)(group - g) : TILE_ROWS;
                     for (int r = 0; r < n; r++) ends[r] = c->context_len[request] - rows + i + 1;
                     T(tile) t = {(const STEP *)c->query + (start * c->num_heads + row + g) * half, n, ends,
-                                 sum + (row + g) * c->head_dim, total + (row + g) * LANES, peak + row + g};
+                                 sum + (row + g) * c->head_dim, total + (row + g) * LANES, peak + row + g, &soon};
                     if (base == from) T(start)(c, &t);
                     T(fold)(c, &t, packed, base);
                 }
@@ -263,15 +312,15 @@ static void T(attend_team)(void *data) {
         if (is_wide(c, r)) T(attend_wide)(c, me, r, ticket++);
     if (!c->num_parts) return;
     STEP *packed = (STEP *)((char *)c->scratch + (size_t)me.id * c->scratch_stride);
-    long i, n = 0;
-    while ((i = atomic_fetch_add(ticket, 1)) < c->num_parts) {
+    long first, end, n = 0, row = 0;
+    team_share(me, c->num_parts, &first, &end);
+    for (long i = first; i < end; i++) {
         while (i >= c->narrow[n].first + c->narrow[n].parts) n++;
         const narrow *w = c->narrow + n;
         const long from = w->begin + (i - w->first) * CHUNK, until = from + CHUNK < w->end ? from + CHUNK : w->end;
         T(attend_chunk)(c, w->request, from, until, w->part + (i - w->first) * part_floats(c, w->rows), packed);
     }
     team_wait(me);
-    long first, end, row = 0;
     team_share(me, c->num_narrow_rows, &first, &end);
     for (n = 0; n < c->num_narrow; n++) {
         const long rows = c->narrow[n].rows * c->num_heads;

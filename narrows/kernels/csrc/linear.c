@@ -17,9 +17,11 @@
 
 #if defined(NARROWS_AVX512)
 #define MAX_ROWS 14 /* 28 accumulators, 2 vectors of weights and one of x: 31 of 32 registers */
-#define MAX_BLOCKS 2
+#define PAIR_ROWS 6 /* so few that two panels are multiplied at once: the sums of one would wait for each other */
+#define MAX_BLOCKS 4
 #else
 #define MAX_ROWS 3
+#define PAIR_ROWS 0
 #define MAX_BLOCKS (VL == 8 ? 2 : 1)
 #endif
 
@@ -38,25 +40,39 @@ typedef struct {
     atomic_long ticket;
 } linear_call;
 
+#define BLOCKS (MAX_BLOCKS < 2 ? 1 : 2)
 #define CASE(r) \
     case r: \
         if (r <= MAX_ROWS) { \
-            if (ahead) micro_bf16(r, MAX_BLOCKS, p, 0, AHEAD); \
-            else micro_bf16(r, MAX_BLOCKS, p, 0, 0); \
+            if (ahead) micro_bf16(r, BLOCKS, 1, p, 0, AHEAD); \
+            else micro_bf16(r, BLOCKS, 1, p, 0, 0); \
         } \
         break;
 
 /* tile [rows, PANEL] = x times one panel */
 static void multiply(const linear_call *c, const bf16 *x, int rows, long panel, float *tile, int ahead) {
     for (int r = 0; r < rows; r += MAX_ROWS)
-        for (int j = 0; j < PANEL; j += MAX_BLOCKS * LANES) {
-            const product_bf16 whole = {(const word *)x + r * c->steps, c->steps, c->weight + panel * c->steps * PANEL + j,
-                                        PANEL, c->steps, tile + r * PANEL + j, PANEL}, *p = &whole;
+        for (int j = 0; j < PANEL; j += BLOCKS * LANES) {
+            const word *weight = c->weight + panel * c->steps * PANEL + j;
+            const product_bf16 whole = {(const word *)x + r * c->steps, c->steps, weight, PANEL, 0, c->steps,
+                                        tile + r * PANEL + j, PANEL}, *p = &whole;
             switch (rows - r < MAX_ROWS ? rows - r : MAX_ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
                 CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
             }
         }
+}
+
+#define PAIR_CASE(r) \
+    case r: \
+        if (r <= PAIR_ROWS) micro_bf16(r, MAX_BLOCKS, 1, p, 0, AHEAD); \
+        break;
+
+/* tile [rows, 2 * PANEL] = x times two panels */
+static void multiply_pair(const linear_call *c, int rows, long panel, long other, float *tile) {
+    const product_bf16 whole = {(const word *)c->x, c->steps, c->weight + panel * c->steps * PANEL, PANEL,
+                                (other - panel) * c->steps * PANEL, c->steps, tile, 2 * PANEL}, *p = &whole;
+    switch (rows) { PAIR_CASE(1) PAIR_CASE(2) PAIR_CASE(3) PAIR_CASE(4) PAIR_CASE(5) PAIR_CASE(6) }
 }
 
 INLINE vf silu(vf x) { return x / (1.f + vf_exp2(x * -LOG2E)); }
@@ -67,8 +83,9 @@ INLINE vf load_partial(const bf16 *p, long n) {
     return vf_load_bf16(whole);
 }
 
-/* Write one tile: bias, gate, sum with what was there, rounding. `up` is the gate's partner, or NULL. */
-static void write_tile(const linear_call *c, const float *tile, const float *up, long row, int rows, long panel) {
+/* Write one tile, whose rows are `width` apart: bias, gate, sum with what was there, rounding. `up` is the gate's partner, or NULL. */
+static void write_tile(const linear_call *c, const float *tile, const float *up, long width, long row,
+                       int rows, long panel) {
     for (long at = 0; at < PANEL; at += VL) {
         const long column = panel * PANEL + at, n = c->outputs - column < VL ? c->outputs - column : VL;
         if (n <= 0) return;
@@ -79,8 +96,8 @@ static void write_tile(const linear_call *c, const float *tile, const float *up,
         }
         for (int r = 0; r < rows; r++) {
             bf16 *y = c->y + (row + r) * c->outputs + column;
-            vf v = vf_load(tile + r * PANEL + at) + bias;
-            if (up) v = silu(v) * (vf_load(up + r * PANEL + at) + up_bias);
+            vf v = vf_load(tile + r * width + at) + bias;
+            if (up) v = silu(v) * (vf_load(up + r * width + at) + up_bias);
             if (c->add) v += n == VL ? vf_load_bf16(y) : load_partial(y, n);
             if (n == VL) {
                 vf_store_bf16(y, v);
@@ -105,8 +122,28 @@ static void run_task(const linear_call *c, long first, long end, long from, long
             const int ahead = b == 0 && end - first <= MAX_TILE * 4;
             multiply(c, c->x + row * c->steps * 2, rows, panel, tile[0], ahead);
             if (c->gated) multiply(c, c->x + row * c->steps * 2, rows, panels + panel, tile[1], ahead);
-            write_tile(c, tile[0], c->gated ? tile[1] : NULL, row, rows, panel);
+            write_tile(c, tile[0], c->gated ? tile[1] : NULL, PANEL, row, rows, panel);
         }
+}
+
+/* All rows, few, by panels from..until: two streams of weights, each read to its end. */
+static void run_pairs(const linear_call *c, long from, long until) {
+    float tile[PAIR_ROWS * 2 * PANEL + LANES] __attribute__((aligned(64)));
+    const long panels = (c->outputs + PANEL - 1) / PANEL, half = (until - from) / 2;
+    const int rows = (int)c->rows;
+    if (c->gated) {
+        for (long panel = from; panel < until; panel++) {
+            multiply_pair(c, rows, panel, panels + panel, tile);
+            write_tile(c, tile, tile + PANEL, 2 * PANEL, 0, rows, panel);
+        }
+        return;
+    }
+    for (long panel = from; panel < from + half; panel++) {
+        multiply_pair(c, rows, panel, panel + half, tile);
+        write_tile(c, tile, NULL, 2 * PANEL, 0, rows, panel);
+        write_tile(c, tile + PANEL, NULL, 2 * PANEL, 0, rows, panel + half);
+    }
+    if (from + 2 * half < until) run_task(c, 0, rows, until - 1, until);
 }
 
 static void linear_team(void *data) {
@@ -116,7 +153,10 @@ static void linear_team(void *data) {
     long first, end, i;
     if (c->task_rows >= c->rows) {
         team_share(me, panels, &first, &end);
-        run_task(c, 0, c->rows, first, end);
+        if (c->rows <= PAIR_ROWS)
+            run_pairs(c, first, end);
+        else
+            run_task(c, 0, c->rows, first, end);
         return;
     }
     const long high = (c->rows + c->task_rows - 1) / c->task_rows, wide = (panels + c->task_panels - 1) / c->task_panels;

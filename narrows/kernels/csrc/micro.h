@@ -2,8 +2,8 @@
  *
  * Included once per element type. A step is what one lane holds of the summed dimension:
  *   bfloat16: a word, two neighbours; float32: one float.
- * Each element of C is summed over the steps in order, whatever the number of rows or blocks, so that a row's result
- * does not depend on the rows computed beside it.
+ * Each element of C is summed over the steps in an order that the number of rows and blocks does not change, so that a
+ * row's result does not depend on the rows computed beside it.
  */
 
 #if NARROWS_BF16
@@ -33,35 +33,59 @@ INLINE vf T(madd)(vf c, vu b, float a) { return c + (vf)b * a; }
 typedef struct {
     const STEP *a; /* element (row, step) at a[row * lda + step] */
     long lda;
-    const STEP *b; /* element (step, column) at b[step * ldb + column] */
-    long ldb;
+    const STEP *b; /* element (step, column) at b[step * ldb + column], the third and fourth block at b + jump */
+    long ldb, jump;
     long steps;
     float *c; /* element (row, column) at c[row * ldc + column] */
     long ldc;
+    const char *soon; /* lines that the caller needs next, two for each step */
 } T(product);
 
-/* ahead: how many bytes before its use a line of B is asked for; 0: leave it to the hardware. */
-INLINE void T(micro)(const int rows, const int blocks, const T(product) *p, const int add, const int ahead) {
-    vf c[MAX_ROWS][MAX_BLOCKS][NV];
+#define B_BLOCK(j) ((j) % 2 * LANES + (j) / 2 * jump)
+
+/* add: to C, instead of overwriting it.
+ * chains: 1 or 2; two sums over every second step hide the latency of few rows, and round differently from one.
+ * ahead: how many bytes before its use a line of B is asked for; 0: leave it to the hardware; -1: ask for `soon`. */
+INLINE void T(micro)(const int rows, const int blocks, const int chains, const T(product) *p, const int add,
+                     const int ahead) {
+    vf c[2][MAX_ROWS][MAX_BLOCKS][NV];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < blocks; j++)
-            UNROLL for (int v = 0; v < NV; v++)
-                c[r][j][v] = add ? vf_load(p->c + r * p->ldc + j * LANES + v * VL) : (vf){0};
+            UNROLL for (int v = 0; v < NV; v++) {
+                c[0][r][j][v] = add ? vf_load(p->c + r * p->ldc + j * LANES + v * VL) : (vf){0};
+                if (chains == 2) c[1][r][j][v] = (vf){0};
+            }
     const STEP *a = p->a, *b = p->b;
-    const long lda = p->lda;
-    for (long k = 0; k < p->steps; k++, a++, b += p->ldb) {
-        vu w[MAX_BLOCKS][NV];
-        UNROLL for (int j = 0; j < blocks; j++) {
-            if (ahead) __builtin_prefetch((const char *)(b + j * LANES) + ahead);
-            UNROLL for (int v = 0; v < NV; v++) w[j][v] = vu_load(b + j * LANES + v * VL);
+    const long lda = p->lda, ldb = p->ldb, jump = p->jump;
+    const char *soon = p->soon;
+    long k = p->steps;
+    for (; k >= chains; k -= chains)
+        UNROLL for (int i = 0; i < chains; i++, a++, b += ldb) {
+            vu w[MAX_BLOCKS][NV];
+            if (ahead < 0) {
+                __builtin_prefetch(soon, 0, 2);
+                __builtin_prefetch(soon + 64, 0, 2);
+                soon += 128;
+            }
+            UNROLL for (int j = 0; j < blocks; j++) {
+                if (ahead > 0) __builtin_prefetch((const char *)(b + B_BLOCK(j)) + ahead);
+                UNROLL for (int v = 0; v < NV; v++) w[j][v] = vu_load(b + B_BLOCK(j) + v * VL);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                const STEP x = a[r * lda];
+                UNROLL for (int j = 0; j < blocks; j++)
+                    UNROLL for (int v = 0; v < NV; v++) c[i][r][j][v] = T(madd)(c[i][r][j][v], w[j][v], x);
+            }
         }
-        UNROLL for (int r = 0; r < rows; r++) {
-            STEP x = a[r * lda];
+    for (; k > 0; k--, a++, b += ldb)
+        UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int j = 0; j < blocks; j++)
-                UNROLL for (int v = 0; v < NV; v++) c[r][j][v] = T(madd)(c[r][j][v], w[j][v], x);
-        }
-    }
+                UNROLL for (int v = 0; v < NV; v++)
+                    c[0][r][j][v] = T(madd)(c[0][r][j][v], vu_load(b + B_BLOCK(j) + v * VL), a[r * lda]);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < blocks; j++)
-            UNROLL for (int v = 0; v < NV; v++) vf_store(p->c + r * p->ldc + j * LANES + v * VL, c[r][j][v]);
+            UNROLL for (int v = 0; v < NV; v++) {
+                if (chains == 2) c[0][r][j][v] += c[1][r][j][v];
+                vf_store(p->c + r * p->ldc + j * LANES + v * VL, c[0][r][j][v]);
+            }
 }

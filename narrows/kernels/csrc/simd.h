@@ -51,7 +51,13 @@ INLINE bf16 float_to_bf16(float f) {
     return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
-INLINE vu widen(vh v) { return __builtin_convertvector(v, vu); }
+INLINE vu widen(vh v) {
+#ifdef NARROWS_AVX512
+    return (vu)_mm512_cvtepu16_epi32((__m256i)v);
+#else
+    return __builtin_convertvector(v, vu);
+#endif
+}
 
 INLINE vf vf_load_bf16(const bf16 *p) {
     vh v;
@@ -115,41 +121,67 @@ INLINE int vf_any_greater(vf a, vf b) {
 #endif
 }
 
-/* 2**x to a relative error below 2e-7; 0 for x <= -150 (-126 without AVX-512), NaN for NaN. */
-INLINE vf vf_exp2(vf x) {
-#ifdef NARROWS_AVX512
-    x = (vf)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);
-    vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    vf tiny = vf_all(-126.f), huge = vf_all(127.f);
-    vi under = x < tiny;
-    x = vf_select(under, tiny, x);
-    x = vf_select((vi)(x > huge), huge, x);
-    vf n = (x + 12582912.f) - 12582912.f; /* 1.5 * 2**23: rounds to a whole number */
-#endif
-    vf f = x - n; /* in [-0.5, 0.5] */
+/* 2**f for f in [-0.5, 0.5], to a relative error below 2e-7; exactly 1 for 0, so that a peak weighs 1. */
+INLINE vf vf_exp2_near_0(vf f) {
     vf p = f * 1.3264727e-3f + 9.671513e-3f;
     p = p * f + 5.5507336e-2f;
     p = p * f + 2.4022242e-1f;
     p = p * f + 6.93147e-1f;
-    p = p * f + 1.f; /* exactly 1 at 0: a row whose maximum did not move is not scaled */
-#ifdef NARROWS_AVX512
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return vf_select(under, vf_all(0.f), p * (vf)power);
-#endif
+    return p * f + 1.f;
+}
+
+#define ROUNDER 12582912.f /* 1.5 * 2**23: adding it rounds to a whole number, found in the low bits */
+
+/* 2**x for x <= 0, but never below 2**-126. */
+INLINE vf vf_exp2_below(vf x) {
+    x = vf_max(vf_all(-125.5f), x);
+    const vf n = x + ROUNDER;
+    return (vf)((vi)vf_exp2_near_0(x - (n - ROUNDER)) + ((vi)n << 23));
+}
+
+/* 2**x; 0 for x below -126, 2**127 at most. */
+INLINE vf vf_exp2(vf x) {
+    const vi under = x < -126.f;
+    x = vf_select((vi)(x > 127.f), vf_all(127.f), vf_max(vf_all(-125.5f), x));
+    const vf n = x + ROUNDER;
+    return vf_select(under, vf_all(0.f), (vf)((vi)vf_exp2_near_0(x - (n - ROUNDER)) + ((vi)n << 23)));
 }
 
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 
-/* Transpose 16 rows of `cols` (1..16) words, rows[i] + at, into out[c * stride + i]. */
-INLINE void transpose16(const word *const *rows, long at, int cols, word *out, long stride) {
+/* out[i] = low[i] in the low half, high[i] in the high half of a word, for n elements, a multiple of 16 */
+INLINE void interleave(const bf16 *low, const bf16 *high, word *out, long n) {
+    long i = 0;
+#ifdef NARROWS_AVX512
+    static const uint16_t order[64] __attribute__((aligned(64))) = {
+        0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+        16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 32);
+    for (; i + 32 <= n; i += 32) {
+        const __m512i a = _mm512_loadu_si512(low + i), b = _mm512_loadu_si512(high + i);
+        _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(a, first, b));
+        _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(a, second, b));
+    }
+#endif
+    for (; i < n; i += VL) {
+        vh a, b;
+        memcpy(&a, low + i, sizeof a);
+        memcpy(&b, high + i, sizeof b);
+        vu pair = widen(a) | (widen(b) << 16);
+        memcpy(out + i, &pair, sizeof pair);
+    }
+}
+
+/* Transpose 16 rows of `cols` (1..16) words, `stride` apart, into out[c * to + row]. */
+INLINE void transpose16(const word *in, long stride, int cols, word *out, long to) {
 #ifdef NARROWS_AVX512
     __m512i r[16], t[16];
-    __mmask16 in = (__mmask16)((1u << cols) - 1);
-    UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(in, rows[i] + at);
+    const __mmask16 mask = (__mmask16)((1u << cols) - 1);
+    if (cols == 16)
+        UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * stride);
+    else
+        UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, in + i * stride);
     UNROLL for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -174,9 +206,9 @@ INLINE void transpose16(const word *const *rows, long at, int cols, word *out, l
         r[12 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0xdd);
     }
     UNROLL for (int c = 0; c < 16; c++)
-        if (c < cols) _mm512_store_si512(out + c * stride, r[c]);
+        if (c < cols) _mm512_store_si512(out + c * to, r[c]);
 #else
     for (int c = 0; c < cols; c++)
-        for (int i = 0; i < 16; i++) out[c * stride + i] = rows[i][at + c];
+        for (int i = 0; i < 16; i++) out[c * to + i] = in[i * stride + c];
 #endif
 }
