@@ -92,7 +92,7 @@ def _serve(pipe: Connection, kind: str, total_bytes: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send((transport.address, region.key, listener.getsockname()[1]))
     while True:
-        ready = select.select([pipe, transport], [], [])[0]
+        ready: list[object] = select.select([pipe, transport], [], [])[0]
         if transport in ready:
             for event in transport.poll():
                 if isinstance(event, Message):

@@ -68,7 +68,10 @@ class Pace:
             return False
         before = self.burst_bytes
         drained = int(self._sent / elapsed_s * self._window_s)
-        self.burst_bytes = max(self._block_bytes, min(drained, 2 * before, self._most_bytes))
+        wished = max(self._block_bytes, min(drained, 2 * before, self._most_bytes))
+        # a change costs a call into the kernel, so small ones are let be, but not the way back to one block
+        if not 0.75 * before < wished < 1.5 * before or wished in (self._block_bytes, self._most_bytes):
+            self.burst_bytes = wished
         self._since, self._sent = now, 0
         return self.burst_bytes != before
 
