@@ -92,7 +92,8 @@ def _serve(pipe: Connection, kind: str, total_bytes: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send((transport.address, region.key, listener.getsockname()[1]))
     while True:
-        ready: list[object] = select.select([pipe, transport], [], [])[0]
+        waiting: list[Any] = [pipe, transport]
+        ready = select.select(waiting, [], [])[0]
         if transport in ready:
             for event in transport.poll():
                 if isinstance(event, Message):
@@ -274,7 +275,7 @@ def run(
     transports: Sequence[str] = ("tcp", "shm"),
     block_bytes: Sequence[int] = (8192, 1 << 20),
     link_gbps: Sequence[float] = (0.2, 1.0, 2.0),
-    total_bytes: int = 64 << 20,
+    total_bytes: int = 256 << 20,
     rounds: int = 7,
 ) -> dict[str, Any]:
     """Measure, print a table, return the JSON document (see the benchmarks' contract). About half a minute."""

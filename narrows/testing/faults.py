@@ -92,10 +92,11 @@ class FaultyTransport:
         self._posts += 1
         if self._random.random() < self._faults.drop:
             self._next_fake -= 1
-            self._hold(Dropped(PostId(self._next_fake), peer, post.tag, "dropped by a fault"))
-            return PostId(self._next_fake)
-        id = self._inner.post(peer, post)
-        self._open[id] = (peer, post.tag)
+            id = PostId(self._next_fake)
+            self._hold(Dropped(id, peer, post.tag, "dropped by a fault"))
+        else:
+            id = self._inner.post(peer, post)
+            self._open[id] = (peer, post.tag)
         if self._posts == self._faults.lose_after_posts:
             self.lose(peer)
         return id

@@ -46,6 +46,7 @@ _FRAMES_PER_TURN = 16  # sent before the thread looks at what has arrived
 _READS_PER_TURN = 8  # of one peer, before the others' turn
 _PRECISE_S = 0.005  # shorter waits need better than epoll's millisecond
 _CLOSE_S = 5.0
+_CHECKS_PER_SILENCE = 8
 _log = logging.getLogger(__name__)
 
 
@@ -73,12 +74,12 @@ class Engine:
         self._failure: BaseException | None = None
         now = time.monotonic()
         self._bucket = bucket_for(config.link_gbps, now)
-        self._check_every_s = config.silence_s / 8
+        self._check_every_s = config.silence_s / _CHECKS_PER_SILENCE
         self._next_check = now + self._check_every_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         listener, self.address = self._listen()
-        self._identity = Identity(self.kind, config.name, self.address)
+        self._identity = Identity(self.kind, config.name, self.address, config.silence_s)
         self._greetings = Greetings(listener, self._selector, self._identity, config.secret, self._adopt_accepted)
         self._thread = threading.Thread(target=self._main, name=f"narrows-{self.kind}-{config.name}", daemon=True)
         self._thread.start()
@@ -167,9 +168,9 @@ class Engine:
         self._command(partial(self._start, link, item))
 
     def poll(self) -> Sequence[TransportEvent]:
-        if self._failure is not None and not self._events:
+        if self._failure is not None and not self._thread.is_alive() and not self._events:
             raise TransportError(f"transport {self.name} failed: {self._failure!r}") from self._failure
-        if not self._closing:
+        if not self._closing and self._failure is None:  # a failed one stays readable, so that its error is met
             self._news.clear()
         events: list[TransportEvent] = []
         while self._events:
@@ -388,6 +389,8 @@ class Engine:
         self._bound_unsent(link)
         inbox = Inbox(link.peer, self._target, link.outbox.control.append, partial(self._answered, link))
         link.attach(inbox, FrameReader(inbox))
+        # heartbeats must suit the less patient side
+        self._check_every_s = min(self._check_every_s, identity.silence_s / _CHECKS_PER_SILENCE)
         self._links[link.peer] = link
         self._addresses[identity.address] = link.peer
         return link
@@ -401,6 +404,7 @@ class Engine:
             self._discard(link, link.gone)
             return
         link.last_heard = link.last_sent = time.monotonic()
+        self._next_check = min(self._next_check, link.last_heard + self._check_every_s)
         self._live.append(link)
         self._selector.register(link.sock, selectors.EVENT_READ, partial(self._on_link, link))
 

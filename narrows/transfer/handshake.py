@@ -35,14 +35,16 @@ class _Step(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who speaks: the transport's kind, the name with its incarnation, and where it listens."""
+    """Who speaks: the transport's kind, the name with its incarnation, where it listens, and how long a silence it
+    bears."""
 
     kind: str
     name: str
     address: str
+    silence_s: float
 
     def encode(self) -> bytes:
-        return "\0".join((self.kind, self.name, self.address)).encode()
+        return "\0".join((self.kind, self.name, self.address, repr(self.silence_s))).encode()
 
 
 class Handshake:
@@ -141,7 +143,8 @@ class Handshake:
 
 def _decode_identity(data: bytes) -> Identity | None:
     try:
-        parts = data.decode().split("\0")
-    except UnicodeDecodeError:
+        kind, name, address, silence = data.decode().split("\0")
+        identity = Identity(kind, name, address, float(silence))
+    except ValueError:
         return None
-    return Identity(*parts) if len(parts) == 3 and all(parts) else None
+    return identity if kind and name and address and identity.silence_s > 0.0 else None

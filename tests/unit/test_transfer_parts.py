@@ -289,7 +289,7 @@ def _feed(side: Handshake, data: bytes) -> None:
         side.feed(part)
 
 
-A, B = Identity("tcp", "a", "here:1"), Identity("tcp", "b", "there:2")
+A, B = Identity("tcp", "a", "here:1", 10.0), Identity("tcp", "b", "there:2", 0.5)
 
 
 def test_two_of_one_secret_learn_each_others_names() -> None:
@@ -303,8 +303,8 @@ def test_two_of_one_secret_learn_each_others_names() -> None:
     [
         (B, "other", "secrets differ"),
         (B, "", "secrets differ"),
-        (Identity("shm", "b", "@x"), "s", "transport, this side"),
-        (Identity("tcp", "a", "x"), "s", "itself"),
+        (Identity("shm", "b", "@x", 1.0), "s", "transport, this side"),
+        (Identity("tcp", "a", "x", 1.0), "s", "itself"),
     ],
 )
 def test_strangers_are_turned_away(identity: Identity, secret: str, words: str) -> None:
