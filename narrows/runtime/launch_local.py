@@ -14,6 +14,9 @@ from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
 from narrows.runtime.client import ServedModel
 
+# How long an OpenMP thread spins before it sleeps. By default it spins for milliseconds, and two instances that compute
+# at once on the same cores then wait out each other's time slices at every barrier; too short, and every barrier sleeps.
+SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
@@ -55,7 +58,7 @@ class Launcher:
         process = subprocess.Popen(
             [sys.executable, "-m", "narrows.runtime.worker"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**SPIN_COUNT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
