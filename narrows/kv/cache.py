@@ -24,7 +24,7 @@ class KVCache:
         self.page_size = page_size
         self.prefix = PrefixIndex(page_size, salt)
         self.pages = PageAllocator(num_pages, on_evict=self.prefix.forget)
-        self._reuse_prefixes = reuse_prefixes
+        self.reuses_prefixes = reuse_prefixes
 
     def admit(self, tokens: Sequence[int]) -> Admission | None:
         """Room for all of `tokens`, which are to be computed here, or None and no page taken.
@@ -33,7 +33,7 @@ class KVCache:
         position that is written lies in a page of this request alone.
         """
         assert tokens
-        known = self.prefix.match(tokens, max_tokens=len(tokens) - 1) if self._reuse_prefixes else []
+        known = self.prefix.match(tokens, max_tokens=len(tokens) - 1) if self.reuses_prefixes else []
         self.pages.retain(known)  # first, or the allocation could evict them
         fresh = self.pages.try_alloc(
             pages_for(len(tokens), self.page_size) - len(known), after=known[-1] if known else None
@@ -63,7 +63,7 @@ class KVCache:
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """The KV of `tokens`, the table's first, is computed and complete: later requests may share its full pages."""
         assert len(tokens) <= table.num_tokens
-        if self._reuse_prefixes:
+        if self.reuses_prefixes:
             self.pages.keep(self.prefix.insert(tokens, table.pages))
 
     def release(self, table: BlockTable) -> None:

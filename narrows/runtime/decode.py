@@ -87,7 +87,7 @@ class DecodePhase:
             seat = self._reserved.pop(key, None) or self._running.pop(key, None)
             if seat is not None:
                 self._transport.revoke(*key)
-                self._cache.release(seat.table)
+                self._free(seat)
             self.report.released.append(Released(*key))
 
     def _reserve(self, request: Request) -> Landing | None:
@@ -97,7 +97,6 @@ class DecodePhase:
         table = self._cache.reserve(num_tokens + 1)
         if table is None:
             return None
-        self._mask.clear(table.runs(0, table.capacity))
         self._reserved[request.id, request.generation] = Seat(request, table)
         return Landing(
             request.id,
@@ -174,7 +173,12 @@ class DecodePhase:
         self.report.failed.append(Failed(*key, error="no KV page was left", retry=True))
 
     def _leave(self, key: Key) -> None:
-        self._cache.release(self._running.pop(key).table)
+        self._free(self._running.pop(key))
+
+    def _free(self, seat: Seat) -> None:
+        """Give the pages back, their mask absent: whoever gets them next starts with nothing."""
+        self._mask.clear(seat.table.runs(0, seat.table.capacity))
+        self._cache.release(seat.table)
 
     def load(self) -> Load:
         return Load(self._cache.pages.num_used, self._cache.pages.num_cached, len(self._running), len(self._reserved))

@@ -172,6 +172,8 @@ class PrefillPhase:
 
     def _is_about_to_be_cached(self, job: Job) -> bool:
         """Whether most of this prompt is just being computed for another job: waiting for it is quicker."""
+        if not self._cache.reuses_prefixes:
+            return False
         for other in self._jobs.values():
             if other.computing and other.computed < len(job.tokens):
                 shared = _common_prefix(job.tokens, other.tokens) // self._cache.page_size * self._cache.page_size
