@@ -1,4 +1,4 @@
-"""How fast transports move scattered blocks between two processes, beside a raw-socket and a memcpy loop of the same run.
+"""How fast transports move scattered blocks between two processes, beside raw sockets and memcpy in the same run.
 
     this process, first core                 peer process, second core
     post(blocks at random places)  ------>   region, written at random places
@@ -76,16 +76,20 @@ class _Remote:
     name: PeerName = field(default=PeerName(""))
 
 
-def _pin(core: int) -> None:
-    """To one core where there are two: both sides on one core measure the scheduler."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[core % len(cores)]})
+@contextlib.contextmanager
+def _pinned() -> Iterator[int]:
+    """This process on its first core; gives the core for the other side. On one core both measure the scheduler."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield max(cores)
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
-def _serve(pipe: Connection, kind: str, total_bytes: int) -> None:
+def _serve(pipe: Connection, kind: str, total_bytes: int, core: int) -> None:
     """The peer process: receives until told to stop. Answers each message with the time it came."""
-    _pin(1)
+    os.sched_setaffinity(0, {core})
     transport = open_transport(kind, TransportConfig(f"peer-{os.getpid()}"))
     region = transport.allocate(total_bytes)
     np.frombuffer(region.buffer, np.uint8)[:] = 1
@@ -142,11 +146,11 @@ def _send_raw(port: int, region: Region, layout: Layout) -> float:
 
 
 @contextlib.contextmanager
-def _pair(kind: str, total_bytes: int, **settings: Any) -> Iterator[tuple[Transport, Region, _Remote]]:
-    """A transport here, one in another process, and a region of each."""
+def _pair(kind: str, total_bytes: int, core: int, **settings: Any) -> Iterator[tuple[Transport, Region, _Remote]]:
+    """A transport here, one in another process on `core`, and a region of each."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, kind, total_bytes), daemon=True)
+    process = context.Process(target=_serve, args=(there, kind, total_bytes, core), daemon=True)
     process.start()
     transport = open_transport(kind, TransportConfig(f"bench-{os.getpid()}", **settings))
     try:
@@ -197,10 +201,12 @@ def _time_memcpy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], l
     return time.perf_counter() - begin
 
 
-def measure_throughput(kind: str, block_bytes: Sequence[int], total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure_throughput(
+    kind: str, block_bytes: Sequence[int], total_bytes: int, rounds: int, core: int
+) -> list[dict[str, Any]]:
     """One row a block size: ours beside raw sockets (tcp) or memcpy (shm)."""
     rows = []
-    with _pair(kind, total_bytes) as (transport, region, remote):
+    with _pair(kind, total_bytes, core) as (transport, region, remote):
         private = np.ones(total_bytes, np.uint8), np.ones(total_bytes, np.uint8)
         for size in block_bytes:
             layout = make_layout(total_bytes, size)
@@ -233,21 +239,21 @@ def _row(transport: str, block_bytes: int, gb_per_s: float, reference_gb_per_s: 
     }
 
 
-def measure_shaped(kind: str, link_gbps: float, seconds: float) -> dict[str, Any]:
+def measure_shaped(kind: str, link_gbps: float, seconds: float, core: int) -> dict[str, Any]:
     """A shaped link's rate beside the one asked for."""
     rate = link_gbps / 8
     layout = make_layout(int(rate * seconds * 1e9), 8192)
-    with _pair(kind, layout.num_bytes, link_gbps=link_gbps) as (transport, region, remote):
-        elapsed = _time_post(transport, region, remote, layout)
+    with _pair(kind, layout.num_bytes, core, link_gbps=link_gbps) as (transport, region, remote):
+        elapsed = statistics.median(_time_post(transport, region, remote, layout) for _ in range(3))
     return _row(f"{kind} shaped to {link_gbps:g} Gbit/s", 8192, layout.num_bytes / 1e9 / elapsed, rate)
 
 
-def measure_wait(kind: str, link_gbps: float, messages: int) -> dict[str, Any]:
+def measure_wait(kind: str, link_gbps: float, messages: int, core: int) -> dict[str, Any]:
     """How long an on-demand message takes over a link full of speculative blocks, beside an idle one."""
     frame_bytes = TransportConfig("x").block_bytes
     block_s = frame_bytes / (link_gbps / 8 * 1e9)
     layout = make_layout(int((messages + 20) * 3 * frame_bytes), 8192)
-    with _pair(kind, layout.num_bytes, link_gbps=link_gbps) as (transport, region, remote):
+    with _pair(kind, layout.num_bytes, core, link_gbps=link_gbps) as (transport, region, remote):
         idle = [_message_s(transport, remote, block_s * 1.37) for _ in range(messages)]
         _post(transport, region, remote, layout, Priority.SPECULATIVE)
         busy = [_message_s(transport, remote, block_s * 1.37) for _ in range(messages)]
@@ -279,14 +285,10 @@ def run(
     rounds: int = 7,
 ) -> dict[str, Any]:
     """Measure, print a table, return the JSON document (see the benchmarks' contract). About half a minute."""
-    affinity = os.sched_getaffinity(0)
-    _pin(0)
-    try:
-        rows = [row for kind in transports for row in measure_throughput(kind, block_bytes, total_bytes, rounds)]
-        rows += [measure_shaped(kind, gbps, 1.0) for kind in transports for gbps in link_gbps]
-        waits = [measure_wait(kind, 1.0, 60) for kind in transports] if link_gbps else []
-    finally:
-        os.sched_setaffinity(0, affinity)
+    with _pinned() as core:
+        rows = [row for kind in transports for row in measure_throughput(kind, block_bytes, total_bytes, rounds, core)]
+        rows += [measure_shaped(kind, gbps, 0.5, core) for kind in transports for gbps in link_gbps]
+        waits = [measure_wait(kind, 1.0, 60, core) for kind in transports] if link_gbps else []
     _print(rows, waits)
     return {
         "name": "transport",
@@ -296,7 +298,7 @@ def run(
         "environment": {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "cores": len(affinity),
+            "cores": os.cpu_count(),
         },
     }
 
@@ -310,7 +312,7 @@ def _print(rows: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
         )
     for wait in waits:
         print(
-            f"{wait['transport']} at {wait['link_gbps']:g} Gbit/s: an on-demand message takes {wait['idle_ms']} ms idle, "
-            f"{wait['busy_ms']} ms under speculative load (p90 {wait['busy_p90_ms']}, max {wait['busy_max_ms']}); "
-            f"one block takes {wait['block_ms']} ms"
+            f"{wait['transport']} at {wait['link_gbps']:g} Gbit/s: an on-demand message takes {wait['idle_ms']} ms "
+            f"on an idle link, {wait['busy_ms']} ms under speculative load (p90 {wait['busy_p90_ms']}, "
+            f"max {wait['busy_max_ms']}); one block takes {wait['block_ms']} ms"
         )

@@ -12,7 +12,8 @@ Rules every transport keeps (one contract test runs against all of them):
 2. When any byte of a post's trailing puts is visible at the target, all bytes of its copies are; `Arrived` follows.
    Each put, and the note, is at most `block_bytes` long.
 3. `Done` means: landed at the target. Until Done, Dropped or PeerGone the source bytes are the transport's to read.
-4. A more urgent class never waits behind more than one block (`block_bytes`) of a less urgent one to the same peer.
+4. A more urgent class never waits behind more than one block (`block_bytes`) of a less urgent one to the same peer;
+   on an unshaped link that moves several blocks a millisecond, behind no more than it moves in a millisecond.
    Posts of one class to one peer are sent in the order of their posting.
 5. `cancel(request, generation)` drops what has not been put on the wire; each dropped post reports Dropped, a post
    partly sent may report either. After `Dropped`/`Done` of all its posts nothing more of the attempt will be written.

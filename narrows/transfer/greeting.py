@@ -16,9 +16,9 @@ _MAX_PENDING = 128
 _log = logging.getLogger(__name__)
 
 
-def greet(sock: socket.socket, me: Identity, secret: str, timeout_s: float) -> Identity:
-    """Dialer's side: blocks up to `timeout_s`. Raises OSError when the peer is lost, TransportError when it differs."""
-    deadline = time.monotonic() + timeout_s
+def greet(sock: socket.socket, me: Identity, secret: str, deadline: float) -> Identity:
+    """Dialer's side: blocks until `deadline` at most. Raises OSError when the peer is lost, TransportError when it
+    differs."""
     handshake = Handshake(me, secret, dialer=True)
     try:
         while handshake.peer is None:
@@ -122,6 +122,8 @@ class Greetings:
         self._selector.register(sock, selectors.EVENT_READ, partial(self._on_words, caller))
 
     def _on_words(self, caller: _Caller, _: int) -> None:
+        if caller not in self._callers:
+            return  # turned away while this event waited its turn
         try:
             identity = caller.advance()
         except BlockingIOError:

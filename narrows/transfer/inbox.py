@@ -3,8 +3,9 @@
 A refused post is drained: the answer goes back at once, its later frames go nowhere, and its END or ABORT closes it.
 """
 
+import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from narrows.errors import TransportError
@@ -97,7 +98,7 @@ class Inbox:
             self._target.stats.refused_frames += 1
             return self._drained(head.payload_bytes)
         buffer = self._target.regions.find(head.value)
-        rows = list(DATA_ROW.iter_unpack(frame.rows))
+        rows = list(_unpack(DATA_ROW, frame.rows))
         if sum(length for _, length in rows) != head.payload_bytes:
             raise TransportError("the peer sent a data frame whose rows do not add up")
         error = _REVOKED if self._target.revoked.covers(frame.tag.request, head.generation) else None
@@ -139,7 +140,7 @@ class Inbox:
         """The puts of a frame as (place, bytes), the note behind them, and what is wrong with them."""
         writes: list[tuple[memoryview, memoryview]] = []
         at = 0
-        for token, offset, length in PUT_ROW.iter_unpack(frame.rows):
+        for token, offset, length in _unpack(PUT_ROW, frame.rows):
             buffer = self._target.regions.find(token)
             error = misfit(buffer, offset, length)
             if error or buffer is None:
@@ -179,7 +180,13 @@ class Inbox:
 _REVOKED = "the target has revoked this attempt"
 
 
-def _first_misfit(buffer: memoryview | None, rows: list[tuple[int, int]]) -> str | None:
+def _unpack(row: struct.Struct, rows: bytes) -> Iterator[tuple[int, ...]]:
+    if len(rows) % row.size:
+        raise TransportError("the peer sent a frame with a broken table")
+    return row.iter_unpack(rows)
+
+
+def _first_misfit(buffer: memoryview | None, rows: list[tuple[int, ...]]) -> str | None:
     size = -1 if buffer is None else len(buffer)
     for offset, length in rows:
         if offset < 0 or length < 0 or offset + length > size:

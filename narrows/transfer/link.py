@@ -24,7 +24,7 @@ class Link:
     inbox: Inbox
     reader: FrameReader
 
-    def __init__(self, sock: socket.socket, peer: PeerName, now: float, pace: Pace) -> None:
+    def __init__(self, sock: socket.socket, peer: PeerName, now: float, pace: Pace, *, dialed: bool) -> None:
         self.sock = sock
         self.peer = peer
         self.outbox = Outbox()
@@ -34,6 +34,7 @@ class Link:
         self.last_sent = now
         self.last_turn = now
         self.pace = pace
+        self.dialed = dialed
         self.gone: str | None = None
         self.passing: int | None = None  # descriptor to go with the first byte of `unsent`
         self.descriptors: deque[int] = deque()  # received and not yet claimed; ours to close

@@ -9,7 +9,7 @@ class TokenBucket:
     rate; an idle link keeps only `idle_bytes`, so a rest earns no burst.
     """
 
-    def __init__(self, bytes_per_s: float, now: float, *, idle_bytes: int = 4096, catch_up_s: float = 0.02) -> None:
+    def __init__(self, bytes_per_s: float, now: float, *, idle_bytes: int = 4096, catch_up_s: float = 0.05) -> None:
         assert bytes_per_s > 0
         self._rate = bytes_per_s
         self._idle_bytes = float(idle_bytes)
@@ -39,14 +39,18 @@ class TokenBucket:
         self._now = now
 
 
+_FAST_BLOCKS = 4  # a window: 2 Gbit/s with the usual 64 KiB and 1 ms
+
+
 class Pace:
-    """How many bytes of a link's less urgent traffic may be ahead of an urgent frame: one block, or what the link
-    moves in `window_s` where that is more. Learned from how fast a backlog drains; a shaped link keeps to one block.
+    """How many bytes of a link's less urgent traffic may be ahead of an urgent frame: one block, or on a link that
+    moves several blocks in `window_s`, as much as it moves in that time. Learned from how fast a backlog drains; a
+    shaped link keeps to one block.
 
     Fast links need it: a frame of 64 KiB takes a 20 Gbit/s link less time than it takes Python to make the next one.
     """
 
-    def __init__(self, block_bytes: int, *, fixed: bool, window_s: float = 0.0005, most_bytes: int = 1 << 20) -> None:
+    def __init__(self, block_bytes: int, *, fixed: bool, window_s: float = 0.001, most_bytes: int = 2 << 20) -> None:
         self.burst_bytes = block_bytes
         self._block_bytes = block_bytes
         self._most_bytes = block_bytes if fixed else max(block_bytes, most_bytes)
@@ -68,7 +72,9 @@ class Pace:
             return False
         before = self.burst_bytes
         drained = int(self._sent / elapsed_s * self._window_s)
-        wished = max(self._block_bytes, min(drained, 2 * before, self._most_bytes))
+        wished = self._block_bytes
+        if drained >= _FAST_BLOCKS * self._block_bytes:
+            wished = max(wished, min(drained, 2 * before, self._most_bytes))
         # a change costs a call into the kernel, so small ones are let be, but not the way back to one block
         if not 0.75 * before < wished < 1.5 * before or wished in (self._block_bytes, self._most_bytes):
             self.burst_bytes = wished

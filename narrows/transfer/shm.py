@@ -138,7 +138,7 @@ class ShmTransport(Engine):
             self._give_region(link, token)
             return
         size = frame.head.post
-        descriptor = link.descriptors.popleft() if size and link.descriptors else None
+        descriptor = link.descriptors.popleft() if size > 0 and link.descriptors else None
         try:
             if token in self._requested.get(link, ()):
                 self._requested[link].discard(token)

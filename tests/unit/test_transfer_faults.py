@@ -98,6 +98,26 @@ def test_a_black_hole_is_noticed_by_both_sides(world: World) -> None:
         assert len(world.wait(a, Dropped)) == 1
 
 
+def test_a_peer_that_lost_us_first_may_come_back(world: World) -> None:
+    a, b = world.open("a", silence_s=0.3), world.open("b", silence_s=1000.0)
+    target = b.allocate(100)
+    with Relay(b.address) as relay:
+        a.connect(relay.address)
+        b_to_a = PeerName("a")
+        b.send(b_to_a, b"x")
+        world.wait(a, Message)
+        relay.black_hole()
+        world.wait(a, PeerGone)
+        # b has not noticed, and must not take the new link for a second one of the same
+        peer = a.connect(b.address)
+        a.post(peer, post_of(target.key, note=b"again"))
+        world.wait(b, Arrived)
+        [gone] = world.wait(b, PeerGone)
+        assert "anew" in gone.reason
+        b.send(b_to_a, b"y")
+        world.wait(a, Message, 2)
+
+
 def test_an_idle_link_stays_alive_by_heartbeats(world: World) -> None:
     """Also where the two sides' patience differs."""
     a, b = world.open("a", silence_s=0.2), world.open("b", silence_s=100.0)
@@ -153,6 +173,10 @@ def test_garbage_after_the_handshake_ends_that_link_only(world: World) -> None:
         pack_head(99, payload=(b"x",)) + b"x",  # type: ignore[arg-type]
         pack_head(Kind.MESSAGE, value=7, payload=(b"x",)) + b"x",
         pack_head(Kind.REGION, value=7),
+        pack_head(Kind.DATA, rows=b"odd"),
+        pack_head(Kind.PUT, rows=b"odd"),
+        pack_head(Kind.DATA, rows=(-5).to_bytes(8, "little", signed=True) * 2),
+        pack_head(Kind.ACK, post=77, payload=(b"\xff\xfe",)) + b"\xff\xfe",
     ],
 )
 def test_frames_that_make_no_sense_do_not_crash(world: World, frame: bytes) -> None:

@@ -171,6 +171,7 @@ def test_bursts_follow_the_link() -> None:
         return pace.burst_bytes
 
     assert drain(500e3, 0.1) == 1000  # half a block a window: one block
+    assert drain(3e6, 0.1) == 1000  # three: still one
     assert drain(20e6, 0.1) == pytest.approx(20_000, rel=0.35)
     assert drain(1e9, 0.1) == 64_000
     assert drain(500e3, 0.1) == 1000
