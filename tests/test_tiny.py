@@ -1,6 +1,6 @@
 """The whole path in seconds: a two-layer model over prefill, hand-over and decode, equal to decoding in one place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from narrows.metrics.definitions import check_lifetime, measure
 from narrows.models.load import load_model
 from narrows.testing.cluster import MemoryCluster
 from narrows.testing.driver import Driver
+from narrows.testing.faults import Faults, FaultyTransport
 from narrows.testing.models import tiny_model
+from narrows.transfer.base import Arrived, Transport, TransportEvent
 
 CONFIG = EngineConfig(
     dtype="float32",
@@ -154,6 +156,45 @@ def test_an_abort_in_any_state_gives_every_page_back(cluster: MemoryCluster, aft
     assert cluster.ending("r0") in (FinishReason.ABORT, FinishReason.LENGTH)
     assert cluster.ending("r1") is FinishReason.LENGTH
     assert_nothing_is_held(cluster)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_luck_on_the_link_changes_no_token(folder: Path, cluster: MemoryCluster, seed: int) -> None:
+    """Events late and out of order, some posts lost: what does not arrive is computed again."""
+    faults = Faults(delay=0.3, reorder=0.5, drop=0.02)
+
+    def wrap(name: InstanceId, transport: Transport) -> Transport:
+        return FaultyTransport(transport, faults, seed) if name.startswith("prefill") else transport
+
+    batch = requests(40, 70, 3)
+    with MemoryCluster(CONFIG, folder, loaded=cluster.loaded, wrap=wrap) as unlucky:
+        for request in batch:
+            unlucky.submit(request)
+        unlucky.run()
+        for request, tokens in zip(batch, cluster.generate(batch), strict=True):
+            gave_up = unlucky.ending(request.id) is FinishReason.ERROR
+            assert unlucky.tokens(request.id) == (tokens[: len(unlucky.tokens(request.id))] if gave_up else tokens)
+        assert_nothing_is_held(unlucky)
+
+
+def test_a_damaged_hand_over_is_not_answered_from(folder: Path, cluster: MemoryCluster) -> None:
+    """The last note is destroyed each time: the request ends with an error that says so, never with tokens."""
+
+    class Damaging(FaultyTransport):
+        def poll(self) -> Sequence[TransportEvent]:
+            return [replace(e, note=b"?" + e.note) if isinstance(e, Arrived) and e.note else e for e in super().poll()]
+
+    def wrap(name: InstanceId, transport: Transport) -> Transport:
+        return Damaging(transport, Faults(), 0) if name.startswith("decode") else transport
+
+    (request,) = requests(20)
+    with MemoryCluster(CONFIG, folder, loaded=cluster.loaded, wrap=wrap) as broken:
+        broken.submit(request)
+        broken.run()
+        assert broken.ending("r0") is FinishReason.ERROR
+        assert "damaged" in (broken.outputs["r0"][-1].error or "")
+        assert broken.tokens("r0") == expected(folder, request)[: len(broken.tokens("r0"))]
+        assert_nothing_is_held(broken)
 
 
 def test_the_books_equal_the_engine_after_every_step(cluster: MemoryCluster) -> None:

@@ -90,13 +90,14 @@ class Produced:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This attempt can not go on here. `retry`: another attempt may succeed. Whatever is held stays until Release,
-    except at decode after a preemption, where nothing is held any more."""
+    """This attempt can not go on here. `retry`: another attempt may succeed. `held`: its pages stay until Release,
+    since a peer may still write to them or read from them."""
 
     request: str
     generation: int
     error: str
     retry: bool = False
+    held: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import zmq
 from narrows.core import wire
 from narrows.core.ids import InstanceId
 from narrows.core.wire import HandOver, ToCoordinator, ToInstance
+from narrows.errors import TransportError
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
@@ -38,9 +39,12 @@ def encode(message: ToInstance | ToCoordinator | HandOver) -> bytes:
 
 
 def decode(frame: bytes) -> ToInstance | ToCoordinator | HandOver:
-    """The reverse of encode. Raises msgspec.ValidationError or KeyError on what is not a message of ours."""
+    """The reverse of encode. Raises TransportError on what is not a message of ours."""
     name, _, body = frame.partition(b"\0")
-    return msgspec.msgpack.decode(body, type=_TYPES[name.decode()])
+    try:
+        return msgspec.msgpack.decode(body, type=_TYPES[name.decode()])
+    except (KeyError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise TransportError(f"not a message: {error}") from error
 
 
 class Channel(Protocol):

@@ -252,14 +252,13 @@ class Coordinator:
 
     def _on_failed(self, instance: InstanceId, failed: Failed, now_s: float) -> None:
         key = (failed.request, failed.generation)
-        preempted = failed.retry and self._members[instance].info.role is Role.DECODE
-        if preempted:
+        if not failed.held:
             self._unbind(key, instance)
         track = self._current(*key)
         if track is None:
             return
         if failed.retry:
-            self._start_over(track, now_s, failed.error, lost=not preempted)
+            self._start_over(track, now_s, failed.error, lost=failed.held)
         else:
             self._end(track, now_s, FinishReason.ERROR, failed.error)
 

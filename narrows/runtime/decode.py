@@ -26,6 +26,7 @@ from narrows.core.wire import (
     Started,
     ToInstance,
 )
+from narrows.errors import TransportError
 from narrows.kv.cache import KVCache
 from narrows.kv.layout import MASK_LOCAL
 from narrows.kv.mask import KVMask
@@ -118,14 +119,18 @@ class DecodePhase:
             return
         seat.arrived_bytes += event.num_bytes
         if event.note:
-            self._start(key, seat, decode(event.note))
+            self._start(key, seat, event.note)
 
-    def _start(self, key: Key, seat: Seat, note: object) -> None:
+    def _start(self, key: Key, seat: Seat, frame: bytes) -> None:
         num_tokens = len(seat.request.tokens)
+        try:
+            note = decode(frame)
+        except TransportError as error:
+            self.report.failed.append(Failed(*key, error=f"its hand-over is damaged: {error}", retry=True))
+            return
         complete = self._mask.is_complete(seat.table.runs(0, num_tokens))
         if not isinstance(note, HandOver) or note.num_tokens != num_tokens or not complete:
-            # The seat stays until Release: whoever pushed may push still.
-            self.report.failed.append(Failed(*key, error="its hand-over arrived incomplete", retry=False))
+            self.report.failed.append(Failed(*key, error="its hand-over arrived incomplete", retry=True))
             return
         self._running[key] = self._reserved.pop(key)
         seat.request = replace(seat.request, output=(*seat.request.output, note.token))
@@ -157,7 +162,7 @@ class DecodePhase:
                     self._leave(key)
             else:
                 self._leave(key)
-                self.report.failed.append(Failed(*key, error=choice))
+                self.report.failed.append(Failed(*key, error=choice, held=False))
         for key, seat in plan:
             while key in self._running and not self._cache.grow(seat.table, len(seat.request.tokens)):
                 self._preempt_youngest()
@@ -170,7 +175,7 @@ class DecodePhase:
     def _preempt_youngest(self) -> None:
         key = next(reversed(self._running))
         self._leave(key)
-        self.report.failed.append(Failed(*key, error="no KV page was left", retry=True))
+        self.report.failed.append(Failed(*key, error="no KV page was left", retry=True, held=False))
 
     def _leave(self, key: Key) -> None:
         self._free(self._running.pop(key))

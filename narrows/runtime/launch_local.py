@@ -15,8 +15,8 @@ from narrows.core.ids import InstanceId, Role
 from narrows.runtime.client import ServedModel
 
 # How long an OpenMP thread spins before it sleeps. By default it spins for milliseconds, and two instances that
-# compute at once on the same cores then wait out each other's time slices at every barrier; too short, and every barrier
-# costs a sleep.
+# compute at once on the same cores then wait out each other's time slices at every barrier; too short, and every
+# barrier costs a sleep.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 

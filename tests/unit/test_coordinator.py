@@ -329,7 +329,7 @@ class Actor:
                 self.drop(key, prefills)
             elif self.chance.random() < 0.1:
                 self.drop(key, prefills)
-                parts["failed"].append(Failed(*key, error="full", retry=True))
+                parts["failed"].append(Failed(*key, error="full", retry=True, held=False))
         elif prefills.get(key, True) and self.chance.random() < 0.7:
             self.done.add(key)
             self.held[key] = Request(
