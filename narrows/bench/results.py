@@ -30,10 +30,14 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def write(json_file: Path | None, name: str, config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the result file, if one is asked for."""
+def document(name: str, config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A result as it is written."""
+    return {"name": name, "config": config, "results": list(rows), "environment": environment()}
+
+
+def save(json_file: Path | None, result: dict[str, Any]) -> None:
+    """Write a result, if a file is asked for."""
     if json_file is not None:
-        result = {"name": name, "config": config, "results": list(rows), "environment": environment()}
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -43,19 +47,16 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title=title, title_justify="left")
     names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
-        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
+        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in names))
-    Console().print(table)
+    console = Console()
+    Console(width=console.width if console.is_terminal else 140).print(table)
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
