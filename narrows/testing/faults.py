@@ -203,14 +203,22 @@ class Relay:
         self._needle = b""
         self._flow = threading.Event()
         self._flow.set()
+        self._left: int | None = None  # bytes that may pass before the black hole; None: all
         self._stopped = False
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
-    def black_hole(self) -> None:
-        """Pass nothing on any more, without closing anything."""
-        self._flow.clear()
+    def black_hole(self, after_bytes: int = 0) -> None:
+        """Pass so many bytes more, both directions together, then nothing, without closing anything."""
+        self._left = after_bytes
+        if not after_bytes:
+            self._flow.clear()
+
+    def resume(self) -> None:
+        """Pass everything again, what was held back first."""
+        self._left = None
+        self._flow.set()
 
     def corrupt(self, needle: bytes) -> None:
         """Flip a bit in the next place where these bytes pass in one piece."""
@@ -248,10 +256,17 @@ class Relay:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):  # either side closed
             while data := source.recv(_CHUNK_BYTES):
+                data = self._damaged(data)
+                if self._left is not None and self._flow.is_set():
+                    passing, data = data[: self._left], data[self._left :]
+                    self._left -= len(passing)
+                    target.sendall(passing)
+                    if not self._left:
+                        self._flow.clear()
                 self._flow.wait()
                 if self._stopped:
                     return
-                target.sendall(self._damaged(data))
+                target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
     def _damaged(self, data: bytes) -> bytes:

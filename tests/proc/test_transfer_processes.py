@@ -155,9 +155,9 @@ def _sockets_of(name: str, child: Child) -> list[str]:
 
 
 def test_a_stopped_peer_is_given_up_after_its_silence(world: World, children: list[Child]) -> None:
-    child = Child(world.kind, "child", 8 << 20, silence_s=0.5)
+    child = Child(world.kind, "child", 8 << 20, silence_s=1.0)
     children.append(child)
-    a, b = world.open("a", silence_s=0.5), world.open("b")
+    a, b = world.open("a", silence_s=1.0), world.open("b")
     source = a.allocate(8 << 20)
     peer = a.connect(child.address)
     other = a.connect(b.address)
@@ -184,14 +184,14 @@ def test_a_stopped_peer_is_given_up_after_its_silence(world: World, children: li
 
 def test_stopping_this_side_is_not_the_peers_fault(world: World, children: list[Child]) -> None:
     """Stopped and continued, a process finds its peer's bytes waiting and does not declare it silent."""
-    child = Child(world.kind, "child", silence_s=0.5)
+    child = Child(world.kind, "child", silence_s=1.0)
     children.append(child)
     a = world.open("a", silence_s=60.0)
     peer = a.connect(child.address)
     a.send(peer, b"ready?")
     child.receive()
     child.signal(signal.SIGSTOP)
-    select.select([], [], [], 1.0)  # twice the child's silence
+    select.select([], [], [], 2.0)  # twice the child's silence
     child.signal(signal.SIGCONT)
     a.send(peer, b"still there?")
     assert child.receive() == (Message(a.name, b"still there?"), None)

@@ -219,6 +219,21 @@ def test_urgent_classes_overtake(world: World) -> None:
     assert order == [b"now", 9, 1, 2, 0, b"lazy"]
 
 
+@sockets
+def test_urgent_classes_overtake_across_peers(world: World) -> None:
+    """The shaped link is one for all peers of a side, so what is urgent to one goes before what is not to another."""
+    a, b, c = world.open("a", slow=True), world.open("b"), world.open("c")
+    short, long = a.allocate(3 * BLOCK), a.allocate(8 * BLOCK)
+    to_b, to_c = a.connect(b.address), a.connect(c.address)
+    target, other = b.allocate(3 * BLOCK), c.allocate(8 * BLOCK)
+    ids = [
+        a.post(to_b, post_of(target.key, whole(short), priority=Priority.SPECULATIVE)),
+        a.post(to_b, post_of(target.key, whole(short), priority=Priority.SPECULATIVE)),
+        a.post(to_c, post_of(other.key, whole(long), priority=Priority.ON_DEMAND)),
+    ]
+    assert [done.post for done in world.wait(a, Done, 3)] == [ids[2], ids[0], ids[1]]
+
+
 def _landed(world: World, transport: object, number: int) -> list:
     name = transport.name
     landed: list = []
