@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--only linear,attend] [--threads N] [--json FILE]
 
 Shapes are those of SmolLM2-135M. Each line is the best of many short samples; `of peak` is relative to the read
-bandwidth or to the bfloat16 multiplication rate measured at the start; torch's own time stands beside, with its ratio to
-ours (above 1: ours is faster).
+bandwidth or to the bfloat16 multiplication rate measured at the start; torch's own time stands beside, with its ratio
+to ours (above 1: ours is faster).
 """
 
 import argparse
@@ -169,10 +169,10 @@ def bench_linear(bench: Bench) -> None:
         )
 
 
-def paged(lengths: list[int], rows: list[int]) -> PagedBatch:
-    """Requests in pages of a shuffled pool."""
+def paged(lengths: list[int], rows: list[int], shuffled: bool = False) -> PagedBatch:
+    """Requests in pages that are neighbours, as after an allocation in runs, or in no order."""
     pages = [-(-length // PAGE) for length in lengths]
-    order = torch.randperm(sum(pages), dtype=torch.int32)
+    order = (torch.randperm if shuffled else torch.arange)(sum(pages), dtype=torch.int32)
     table, taken = torch.zeros(len(lengths), max(pages), dtype=torch.int32), 0
     for r, count in enumerate(pages):
         table[r, :count] = order[taken : taken + count]
@@ -194,8 +194,15 @@ def paged(lengths: list[int], rows: list[int]) -> PagedBatch:
 
 def bench_attend(bench: Bench) -> None:
     kernels, scale = bench.kernels, HEAD_DIM**-0.5
-    for batch_size, length in ((1, 512), (1, 4096), (8, 1024), (8, 4096), (32, 2048)):
-        batch = paged([length] * batch_size, [1] * batch_size)
+    for batch_size, length, shuffled in (
+        (1, 512, False),
+        (1, 4096, False),
+        (1, 4096, True),
+        (8, 1024, False),
+        (8, 4096, False),
+        (32, 2048, False),
+    ):
+        batch = paged([length] * batch_size, [1] * batch_size, shuffled)
         num_slots = batch_size * length
         # enough pools, one after the other, that none is still in a cache
         pools = itertools.cycle(
@@ -209,7 +216,7 @@ def bench_attend(bench: Bench) -> None:
         )
         query = torch.randn(batch_size, HEADS, HEAD_DIM).bfloat16()
         bench.row(
-            f"decode {batch_size} x {length} tokens",
+            f"decode {batch_size} x {length} tokens" + ", scattered" * shuffled,
             lambda batch=batch, query=query, pools=pools: kernels.attend(
                 query, next(pools), batch, scale=scale, window=None
             ),

@@ -37,6 +37,7 @@ typedef struct {
     const int32_t *query_start, *context_len, *page_table;
     long num_requests, table_stride, page_size, num_heads, num_kv_heads, head_dim;
     float scale, scale2; /* of the scores, and the same for powers of two */
+    float lowest;        /* a score so far below the peak weighs nothing */
     long window;         /* 0: none */
 
     long heads_at_once; /* KV heads of a wide request that are packed together */
@@ -61,7 +62,7 @@ static long part_floats(const attend_call *c, long rows) {
     case (r) * 8 + (j): \
         if ((r) <= MAX_ROWS && (j) <= MAX_BLOCKS) { \
             if (narrow) \
-                T(micro)(r, j, (r) <= 3 ? 2 : 1, p, add, -1); \
+                T(micro)(r, j, (r) <= 3 ? 2 : 1, p, add, -2); \
             else \
                 T(micro)(r, j, 1, p, add, 0); \
         } \
@@ -72,6 +73,10 @@ static long part_floats(const attend_call *c, long rows) {
         switch (rows * 8 + blocks) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) } \
     } \
     static void T(multiply)(int rows, int blocks, int narrow, const T(product) *whole, int add) { \
+        if (rows <= MAX_ROWS && blocks <= MAX_BLOCKS) { \
+            T(multiply_small)(rows, blocks, narrow, whole, add); \
+            return; \
+        } \
         for (int r = 0; r < rows; r += MAX_ROWS) \
             for (int j = 0; j < blocks; j += MAX_BLOCKS) { \
                 T(product) p = *whole; \
@@ -101,7 +106,7 @@ int narrows_attend(int is_bf16, void *out, float *lse, const void *query, const 
                    long page_size, long num_heads, long num_kv_heads, long head_dim, float scale, long window,
                    int num_threads) {
     attend_call c = {out, lse, query, entries, query_start, context_len, page_table, num_requests, table_stride, page_size,
-                     num_heads, num_kv_heads, head_dim, scale, scale * LOG2E, window};
+                     num_heads, num_kv_heads, head_dim, scale, scale * LOG2E, -125.5f / (scale * LOG2E), window};
     const size_t block = (size_t)(head_dim * 2 * KEYS) * (is_bf16 ? 2 : 4);
     size_t scratch = block * (size_t)num_threads, parts = 0;
     long work = 0;

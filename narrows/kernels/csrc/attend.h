@@ -114,76 +114,137 @@ static void T(start)(const attend_call *c, const T(tile) *t) {
     for (int r = 0; r < t->rows; r++) t->peak[r] = -INFINITY;
 }
 
-/* Turn a row's scores for `width` keys (a multiple of 16) into weights. Those outside [low, high) are hidden. */
-INLINE void T(weigh)(const attend_call *c, const T(tile) *t, long row, const float *scores, const int width, long low,
-                     long high, STEP *weights) {
-    const int n = width / VL, some_hidden = low > 0 || high < width;
-    const float scale = c->scale2, old = t->peak[row];
-    float *lanes = t->total + row * LANES;
-    vf s[KEYS / VL], peak = vf_all(-INFINITY), total[NV];
-    vi seen[KEYS / VL];
-    UNROLL for (int i = 0; i < n; i++) s[i] = vf_load(scores + i * VL);
-    if (some_hidden) {
-        vi lane;
-        for (int i = 0; i < VL; i++) lane[i] = i;
-        UNROLL for (int i = 0; i < n; i++, lane += VL) {
-            seen[i] = (vi)(lane >= (int32_t)low) & (vi)(lane < (int32_t)high);
-            s[i] = vf_select(seen[i], s[i], vf_all(-INFINITY));
-        }
-    }
-    UNROLL for (int i = 0; i < n; i++) peak = vf_max(peak, s[i]);
-    UNROLL for (int v = 0; v < NV; v++) total[v] = vf_load(lanes + v * VL);
-    float now = old;
-    if (vf_any_greater(peak, vf_all(old))) {
-        now = t->peak[row] = vf_reduce_max(peak);
-        const vf fade = vf_exp2(vf_all((old - now) * scale));
-        const long dim = c->head_dim;
-        for (float *sum = t->sum + row * dim, *end = sum + dim; sum < end; sum += VL) vf_store(sum, vf_load(sum) * fade);
-        UNROLL for (int v = 0; v < NV; v++) total[v] *= fade;
-    }
-    /* subtracted before scaling: exact near the peak, and no overflow */
-    const vf shift = vf_all(now == -INFINITY ? 0.f : now);
-    UNROLL for (int i = 0; i < n; i++) {
-        vf p = vf_exp2_below((s[i] - shift) * scale);
-        if (some_hidden) p = vf_select(seen[i], p, vf_all(0.f));
-        total[i % NV] += p;
-#if PER_STEP == 2
-        vf_store_bf16((bf16 *)weights + i * VL, p);
-#else
-        vf_store(weights + i * VL, p);
-#endif
-    }
-    UNROLL for (int v = 0; v < NV; v++) vf_store(lanes + v * VL, total[v]);
+/* Raise a row's peak to that of its scores for n vectors of keys; what it has summed fades accordingly. */
+INLINE void T(raise_peak)(const attend_call *c, const T(tile) *t, long row, const vf *scores, const int n) {
+    vf peak = scores[0];
+    UNROLL for (int i = 1; i < n; i++) peak = vf_max(peak, scores[i]);
+    const float old = t->peak[row];
+    if (!vf_any_greater(peak, vf_all(old))) return;
+    const float now = t->peak[row] = vf_reduce_max(peak);
+    const vf fade = vf_exp2(vf_all((old - now) * c->scale2));
+    float *sum = t->sum + row * c->head_dim, *total = t->total + row * LANES;
+    for (long d = 0, dim = c->head_dim; d < dim; d += VL) vf_store(sum + d, vf_load(sum + d) * fade);
+    UNROLL for (int v = 0; v < LANES; v += VL) vf_store(total + v, vf_load(total + v) * fade);
 }
 
-/* Fold the packed block of the keys base..base+KEYS into every row of the tile that sees any of them. */
-static void T(fold)(const attend_call *c, const T(tile) *t, const STEP *packed, long base) {
-    float scores[FOLD_ROWS * KEYS] __attribute__((aligned(64)));
-    STEP weights[FOLD_ROWS * KEYS / PER_STEP] __attribute__((aligned(64)));
+/* Write n weights as what micro.h multiplies by, and add them to their row's total. */
+INLINE void T(put_weights)(const T(tile) *t, long row, const vf *weight, const int n, STEP *to) {
+    float *lanes = t->total + row * LANES;
+    vf total[NV];
+    UNROLL for (int v = 0; v < NV; v++) total[v] = vf_load(lanes + v * VL);
+    UNROLL for (int i = 0; i < n; i++) total[i % NV] += weight[i];
+    UNROLL for (int v = 0; v < NV; v++) vf_store(lanes + v * VL, total[v]);
+    UNROLL for (int i = 0; i < n; i++)
+#if PER_STEP == 2
+        vf_store_bf16((bf16 *)to + i * VL, weight[i]);
+#else
+        vf_store(to + i * VL, weight[i]);
+#endif
+}
+
+/* Turn the scores of `rows` rows (1 or 2) for KEYS keys, which they all see, into weights. */
+INLINE void T(weigh)(const attend_call *c, const T(tile) *t, long row, const float *scores, const int rows, STEP *weights) {
+    enum { N = KEYS / VL, PART = N < 8 ? N : 8 };
+    vf s[2 * N];
+    UNROLL for (int i = 0; i < rows * N; i++) s[i] = vf_load(scores + i * VL);
+    UNROLL for (int r = 0; r < rows; r++) {
+        T(raise_peak)(c, t, row + r, s + r * N, N);
+        /* subtracted before scaling: exact near the peak, and no overflow */
+        const vf shift = vf_all(t->peak[row + r] == -INFINITY ? 0.f : t->peak[row + r]);
+        UNROLL for (int i = 0; i < N; i++) s[r * N + i] -= shift;
+    }
+    const vf scale = vf_all(c->scale2), lowest = vf_all(c->lowest);
+    if (VL == 16)
+        vf_exp2_below(s, rows * N, scale, lowest);
+    else
+        for (int i = 0; i < rows * N; i += PART) vf_exp2_below(s + i, PART, scale, lowest);
+    UNROLL for (int r = 0; r < rows; r++)
+        T(put_weights)(t, row + r, s + r * N, N, weights + r * (KEYS / PER_STEP));
+}
+
+/* The same for one row and `width` keys, a multiple of 16, of which those outside [low, high) are hidden. */
+static void T(weigh_some)(const attend_call *c, const T(tile) *t, long row, const float *scores, int width, long low,
+                          long high, STEP *weights) {
+    vf s[KEYS / VL];
+    vi seen[KEYS / VL], lane;
+    const int n = width / VL;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    for (int i = 0; i < n; i++, lane += VL) {
+        seen[i] = (vi)(lane >= (int32_t)low) & (vi)(lane < (int32_t)high);
+        s[i] = vf_select(seen[i], vf_load(scores + i * VL), vf_all(-INFINITY));
+    }
+    for (int i = n; i < KEYS / VL; i++) s[i] = vf_all(-INFINITY);
+    T(raise_peak)(c, t, row, s, KEYS / VL);
+    const vf shift = vf_all(t->peak[row] == -INFINITY ? 0.f : t->peak[row]);
+    for (int i = 0; i < n; i++) {
+        vf p = s[i] - shift;
+        vf_exp2_below(&p, 1, vf_all(c->scale2), vf_all(c->lowest));
+        s[i] = vf_select(seen[i], p, vf_all(0.f));
+    }
+    for (int i = 0; i < n; i += NV) T(put_weights)(t, row, s + i, NV, weights + i * VL / PER_STEP);
+}
+
+/* Rows of a tile that go through a block together. */
+typedef struct {
+    int row, rows, width; /* the keys after the first `width`, a multiple of 16, are hidden from all of them */
+    float *scores;        /* [rows, KEYS] */
+    STEP *weights;        /* [rows, KEYS / PER_STEP] */
+} T(strip);
+
+INLINE void T(score)(const attend_call *c, const T(tile) *t, const T(strip) *s, const STEP *packed) {
     const long half = c->head_dim / PER_STEP;
+    const T(product) p = {t->query + s->row * half, half, packed, KEYS, 2 * LANES, half, s->scores, KEYS,
+                          T(take)(t->soon, half * 2, packed)};
+    T(multiply)(s->rows, s->width / LANES, t->soon != NULL, &p, 0);
+}
+
+INLINE void T(weigh_strip)(const attend_call *c, const T(tile) *t, const T(strip) *s, long base) {
+    const long *end = t->end + s->row;
+    int i = 0;
+    if (begin_of(c, end[s->rows - 1]) <= base && end[0] >= base + KEYS) {
+        for (; i + 2 <= s->rows; i += 2)
+            T(weigh)(c, t, s->row + i, s->scores + i * KEYS, 2, s->weights + i * (KEYS / PER_STEP));
+        if (i < s->rows) T(weigh)(c, t, s->row + i, s->scores + i * KEYS, 1, s->weights + i * (KEYS / PER_STEP));
+        return;
+    }
+    for (; i < s->rows; i++)
+        T(weigh_some)(c, t, s->row + i, s->scores + i * KEYS, s->width, begin_of(c, end[i]) - base, end[i] - base,
+                      s->weights + i * (KEYS / PER_STEP));
+}
+
+INLINE void T(add_values)(const attend_call *c, const T(tile) *t, const T(strip) *s, const STEP *values) {
+    for (long d = 0; d < c->head_dim; d += FOLD_BLOCKS * LANES) {
+        const long columns = c->head_dim - d < FOLD_BLOCKS * LANES ? c->head_dim - d : FOLD_BLOCKS * LANES;
+        const T(product) p = {s->weights, KEYS / PER_STEP, values + d, c->head_dim, 2 * LANES, s->width / PER_STEP,
+                              t->sum + s->row * c->head_dim + d, c->head_dim,
+                              T(take)(t->soon, s->width / PER_STEP * 2, values)};
+        T(multiply)(s->rows, (int)(columns / LANES), t->soon != NULL, &p, 1);
+    }
+}
+
+/* Fold the packed block of the keys base..base+KEYS into every row of the tile that sees any of them.
+ *
+ * Strip by strip in three stages, each a strip behind the stage before, so that none waits for results just begun:
+ *   scores 0 | scores 1, weigh 0 | scores 2, values 0, weigh 1 | ...
+ */
+static void T(fold)(const attend_call *c, const T(tile) *t, const STEP *packed, long base) {
+    float scores[2][FOLD_ROWS * KEYS] __attribute__((aligned(64)));
+    STEP weights[2][FOLD_ROWS * KEYS / PER_STEP] __attribute__((aligned(64)));
+    T(strip) strips[(TILE_ROWS + FOLD_ROWS - 1) / FOLD_ROWS];
+    const STEP *values = packed + c->head_dim / PER_STEP * KEYS;
+    int n = 0;
     for (int r = 0; r < t->rows; r += FOLD_ROWS) {
         const int rows = t->rows - r < FOLD_ROWS ? t->rows - r : FOLD_ROWS;
-        long seen = t->end[r + rows - 1] - base;
+        const long seen = t->end[r + rows - 1] - base;
         if (seen <= 0 || begin_of(c, t->end[r]) >= base + KEYS) continue;
         const int width = seen >= KEYS ? KEYS : (int)((seen + LANES - 1) / LANES * LANES);
-        T(product) p = {t->query + r * half, half, packed, KEYS, 2 * LANES, half, scores, KEYS,
-                        T(take)(t->soon, half * 2, packed)};
-        T(multiply)(rows, width / LANES, t->soon != NULL, &p, 0);
-        for (int i = 0; i < rows; i++) {
-            const float *row = scores + i * KEYS;
-            STEP *to = weights + i * (KEYS / PER_STEP);
-            long low = begin_of(c, t->end[r + i]) - base, high = t->end[r + i] - base;
-            if (width == KEYS && low <= 0 && high >= KEYS)
-                T(weigh)(c, t, r + i, row, KEYS, 0, KEYS, to);
-            else
-                T(weigh)(c, t, r + i, row, width, low, high, to);
-        }
-        for (long d = 0; d < c->head_dim; d += FOLD_BLOCKS * LANES) {
-            long columns = c->head_dim - d < FOLD_BLOCKS * LANES ? c->head_dim - d : FOLD_BLOCKS * LANES;
-            T(product) q = {weights, KEYS / PER_STEP, packed + half * KEYS + d, c->head_dim, 2 * LANES, width / PER_STEP,
-                            t->sum + r * c->head_dim + d, c->head_dim, T(take)(t->soon, width / PER_STEP * 2, packed)};
-            T(multiply)(rows, (int)(columns / LANES), t->soon != NULL, &q, 1);
-        }
+        strips[n] = (T(strip)){r, rows, width, scores[n % 2], weights[n % 2]};
+        n++;
+    }
+    for (int i = 0; n && i < n + 2; i++) {
+        if (i < n) T(score)(c, t, strips + i, packed);
+        if (i >= 2) T(add_values)(c, t, strips + i - 2, values);
+        if (i >= 1 && i <= n) T(weigh_strip)(c, t, strips + i - 1, base);
     }
 }
 

@@ -13,7 +13,8 @@
 #define PANEL 32
 #define MAX_TILE 14 /* rows that are multiplied and written together */
 #define TASK_BYTES (256 << 10) /* of x: what stays in the second-level cache beside a panel */
-#define AHEAD 4096             /* bytes of weights asked for before their use, when rows are few */
+#define AHEAD 16384            /* bytes of weights asked for before their use, when rows are few */
+#define PAIR_AHEAD 4096        /* the same for each of two streams */
 
 #if defined(NARROWS_AVX512)
 #define MAX_ROWS 14 /* 28 accumulators, 2 vectors of weights and one of x: 31 of 32 registers */
@@ -44,18 +45,23 @@ typedef struct {
 #define CASE(r) \
     case r: \
         if (r <= MAX_ROWS) { \
-            if (ahead) micro_bf16(r, BLOCKS, 1, p, 0, AHEAD); \
+            if (hurry == STREAM) micro_bf16(r, BLOCKS, 1, p, 0, AHEAD); \
+            else if (hurry == NEXT_PANEL) micro_bf16(r, BLOCKS, 1, p, 0, -1); \
             else micro_bf16(r, BLOCKS, 1, p, 0, 0); \
         } \
         break;
 
+/* Which weights to ask for while others are multiplied: none, those a little ahead, or a half of the next panel. */
+enum hurry { CALM, STREAM, NEXT_PANEL };
+
 /* tile [rows, PANEL] = x times one panel */
-static void multiply(const linear_call *c, const bf16 *x, int rows, long panel, float *tile, int ahead) {
+static void multiply(const linear_call *c, const bf16 *x, int rows, long panel, float *tile, enum hurry hurry, long half) {
     for (int r = 0; r < rows; r += MAX_ROWS)
         for (int j = 0; j < PANEL; j += BLOCKS * LANES) {
-            const word *weight = c->weight + panel * c->steps * PANEL + j;
-            const product_bf16 whole = {(const word *)x + r * c->steps, c->steps, weight, PANEL, 0, c->steps,
-                                        tile + r * PANEL + j, PANEL}, *p = &whole;
+            const word *weight = c->weight + panel * c->steps * PANEL;
+            const product_bf16 whole = {(const word *)x + r * c->steps, c->steps, weight + j, PANEL, 0, c->steps,
+                                        tile + r * PANEL + j, PANEL,
+                                        (const char *)(weight + c->steps * (PANEL + half * LANES))}, *p = &whole;
             switch (rows - r < MAX_ROWS ? rows - r : MAX_ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
                 CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
@@ -65,7 +71,7 @@ static void multiply(const linear_call *c, const bf16 *x, int rows, long panel, 
 
 #define PAIR_CASE(r) \
     case r: \
-        if (r <= PAIR_ROWS) micro_bf16(r, MAX_BLOCKS, 1, p, 0, AHEAD); \
+        if (r <= PAIR_ROWS) micro_bf16(r, MAX_BLOCKS, 1, p, 0, PAIR_AHEAD); \
         break;
 
 /* tile [rows, 2 * PANEL] = x times two panels */
@@ -119,9 +125,9 @@ static void run_task(const linear_call *c, long first, long end, long from, long
             /* blocks of nearly equal height */
             const long row = first + (end - first) * b / blocks;
             const int rows = (int)(first + (end - first) * (b + 1) / blocks - row);
-            const int ahead = b == 0 && end - first <= MAX_TILE * 4;
-            multiply(c, c->x + row * c->steps * 2, rows, panel, tile[0], ahead);
-            if (c->gated) multiply(c, c->x + row * c->steps * 2, rows, panels + panel, tile[1], ahead);
+            const enum hurry hurry = blocks == 1 ? STREAM : b < 2 && end - first <= 4 * MAX_TILE ? NEXT_PANEL : CALM;
+            multiply(c, c->x + row * c->steps * 2, rows, panel, tile[0], hurry, b);
+            if (c->gated) multiply(c, c->x + row * c->steps * 2, rows, panels + panel, tile[1], hurry, b);
             write_tile(c, tile[0], c->gated ? tile[1] : NULL, PANEL, row, rows, panel);
         }
 }

@@ -38,14 +38,16 @@ typedef struct {
     long steps;
     float *c; /* element (row, column) at c[row * ldc + column] */
     long ldc;
-    const char *soon; /* lines that the caller needs next, two for each step */
+    const char *soon; /* lines that the caller needs next */
 } T(product);
 
+#define TOGETHER 4 /* steps between branches */
 #define B_BLOCK(j) ((j) % 2 * LANES + (j) / 2 * jump)
 
 /* add: to C, instead of overwriting it.
  * chains: 1 or 2; two sums over every second step hide the latency of few rows, and round differently from one.
- * ahead: how many bytes before its use a line of B is asked for; 0: leave it to the hardware; -1: ask for `soon`. */
+ * ahead: above 0: ask for each line of B so many bytes before its use; below 0: ask for so many lines of `soon` at each
+ *   step; 0: ask for nothing. */
 INLINE void T(micro)(const int rows, const int blocks, const int chains, const T(product) *p, const int add,
                      const int ahead) {
     vf c[2][MAX_ROWS][MAX_BLOCKS][NV];
@@ -59,14 +61,10 @@ INLINE void T(micro)(const int rows, const int blocks, const int chains, const T
     const long lda = p->lda, ldb = p->ldb, jump = p->jump;
     const char *soon = p->soon;
     long k = p->steps;
-    for (; k >= chains; k -= chains)
-        UNROLL for (int i = 0; i < chains; i++, a++, b += ldb) {
+    for (; k >= TOGETHER; k -= TOGETHER)
+        UNROLL for (int i = 0; i < TOGETHER; i++, a++, b += ldb) {
             vu w[MAX_BLOCKS][NV];
-            if (ahead < 0) {
-                __builtin_prefetch(soon, 0, 2);
-                __builtin_prefetch(soon + 64, 0, 2);
-                soon += 128;
-            }
+            UNROLL for (int line = 0; line < -ahead; line++, soon += 64) __builtin_prefetch(soon, 0, 2);
             UNROLL for (int j = 0; j < blocks; j++) {
                 if (ahead > 0) __builtin_prefetch((const char *)(b + B_BLOCK(j)) + ahead);
                 UNROLL for (int v = 0; v < NV; v++) w[j][v] = vu_load(b + B_BLOCK(j) + v * VL);
@@ -74,7 +72,7 @@ INLINE void T(micro)(const int rows, const int blocks, const int chains, const T
             UNROLL for (int r = 0; r < rows; r++) {
                 const STEP x = a[r * lda];
                 UNROLL for (int j = 0; j < blocks; j++)
-                    UNROLL for (int v = 0; v < NV; v++) c[i][r][j][v] = T(madd)(c[i][r][j][v], w[j][v], x);
+                    UNROLL for (int v = 0; v < NV; v++) c[i % chains][r][j][v] = T(madd)(c[i % chains][r][j][v], w[j][v], x);
             }
         }
     for (; k > 0; k--, a++, b += ldb)

@@ -41,7 +41,10 @@ static void multiply_team(void *data) {
     float sums[6 * 4 * LANES] = {0};
     const product_bf16 p = {a, 256, b, 0, 2 * LANES, 256, sums, MAX_BLOCKS * LANES};
     /* x and weights that fit the first-level cache, over and over */
-    for (long k = 0; k < c->bytes; k++) micro_bf16(VL == 16 ? 6 : 3, MAX_BLOCKS, 1, &p, 1, 0);
+    for (long k = 0; k < c->bytes; k++) {
+        micro_bf16(VL == 16 ? 6 : 3, MAX_BLOCKS, 1, &p, 1, 0);
+        __asm__ volatile("" ::"r"(a), "r"(b), "r"(sums) : "memory"); /* for all the compiler knows, they changed */
+    }
 }
 
 /* The bfloat16 products, each an addition too, that each thread makes in narrows_probe_multiply(count). */

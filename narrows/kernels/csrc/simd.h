@@ -132,11 +132,33 @@ INLINE vf vf_exp2_near_0(vf f) {
 
 #define ROUNDER 12582912.f /* 1.5 * 2**23: adding it rounds to a whole number, found in the low bits */
 
-/* 2**x for x <= 0, but never below 2**-126. */
-INLINE vf vf_exp2_below(vf x) {
-    x = vf_max(vf_all(-125.5f), x);
-    const vf n = x + ROUNDER;
-    return (vf)((vi)vf_exp2_near_0(x - (n - ROUNDER)) + ((vi)n << 23));
+/* Keeps the compiler from moving what makes x behind what follows. */
+#ifdef NARROWS_AVX512
+#define IN_ORDER(x) __asm__ volatile("" : "+v"(x))
+#else
+#define IN_ORDER(x)
+#endif
+
+#define STAGE(x, what) \
+    UNROLL for (int i = 0; i < n; i++) { \
+        x = what; \
+        IN_ORDER(x); \
+    }
+
+/* x[i] = 2**(x[i] * scale) for n x <= 0, but never below 2**-126 or so. Each step for all x after the other: a processor's
+ * scheduler holds too few instructions to find independent ones behind chains of dependent ones. */
+INLINE void vf_exp2_below(vf *x, const int n, vf scale, vf lowest) {
+    vf whole[8], p[8];
+    STAGE(x[i], vf_max(lowest, x[i]))
+    STAGE(whole[i], x[i] * scale + ROUNDER)
+    STAGE(p[i], whole[i] - ROUNDER)
+    STAGE(x[i], x[i] * scale - p[i])
+    STAGE(p[i], x[i] * 1.3264727e-3f + 9.671513e-3f)
+    STAGE(p[i], p[i] * x[i] + 5.5507336e-2f)
+    STAGE(p[i], p[i] * x[i] + 2.4022242e-1f)
+    STAGE(p[i], p[i] * x[i] + 6.93147e-1f)
+    STAGE(p[i], p[i] * x[i] + 1.f)
+    STAGE(x[i], (vf)((vi)p[i] + ((vi)whole[i] << 23)))
 }
 
 /* 2**x; 0 for x below -126, 2**127 at most. */
