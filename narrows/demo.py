@@ -15,7 +15,7 @@ from narrows.launch import answer, console, figures, started
 from narrows.metrics.definitions import measure
 from narrows.server.tokenizer import Tokenizer
 
-QUESTION = "Read the text above. In one or two sentences: what is the `with` statement used for?"
+QUESTION = "According to the text above, what does the import statement do?"
 
 
 def demo(config: EngineConfig, *, num_tokens: int, max_tokens: int, json_file: Path | None) -> None:
@@ -82,6 +82,5 @@ def long_prompt(tokenizer: Tokenizer, num_tokens: int) -> tuple[int, ...]:
 def _topics() -> Iterator[str]:
     """Chapters of Python's language reference, as help() shows them."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    first = ("with", "compound", "exceptions", "assert", "try", "for", "while", "if")
-    yield from (topics[name] for name in first if name in topics)
-    yield from (text for name, text in sorted(topics.items()) if name not in first)
+    yield topics["import"]
+    yield from (text for name, text in sorted(topics.items()) if name != "import")
