@@ -1,14 +1,11 @@
 """From what a user types to a model folder. No torch in here: front ends need the folder, not the weights."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from narrows.errors import ModelError
-from narrows.models.gguf_cache import convert_once
-
-Progress = Callable[[int, int], None]  # tensors converted so far, tensors in all
+from narrows.models.gguf.cache import Progress, convert_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ MODELS = {
 def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
     """The Hugging Face folder of a catalog name, a folder or a GGUF file.
 
-    A GGUF file is converted into the cache the first time (see gguf_cache), which takes seconds and calls
+    A GGUF file is converted into the cache the first time (see gguf.cache), which takes seconds and calls
     `progress`; afterwards this returns at once. A catalog name wins over a folder of that name: write ./NAME for the
     folder. Nothing is ever downloaded. Raises ModelError saying what is known or missing.
     """
@@ -60,7 +57,7 @@ def _packaged_file(name: str) -> Path:
 
 def _convert(path: Path, progress: Progress | None) -> Path:
     def write(folder: Path) -> None:
-        from narrows.models.gguf_convert import write_folder  # gguf and tokenizers load only when there is work
+        from narrows.models.gguf.convert import write_folder  # gguf and tokenizers load only when there is work
 
         write_folder(path, folder, progress)
 

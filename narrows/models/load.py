@@ -6,7 +6,8 @@ import torch
 
 from narrows.errors import ModelError
 from narrows.kernels.base import Kernels
-from narrows.models.catalog import Progress, resolve
+from narrows.models.catalog import resolve
+from narrows.models.gguf.cache import Progress
 from narrows.models.layers.decoder import Model
 from narrows.models.registry import BUILDERS
 from narrows.models.spec import read_spec

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrows.models.catalog import Progress
+from narrows.models.gguf.cache import Progress
 
 _CODES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 _ALIGNMENT = 64  # of the data's start, so that a mapped tensor is aligned as kernels like it

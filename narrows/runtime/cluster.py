@@ -16,7 +16,8 @@ from narrows.core.request import FinishReason, Request
 from narrows.core.wire import Ready, Refused, Shutdown
 from narrows.errors import NarrowsError, Unavailable
 from narrows.metrics.export import PrometheusExporter
-from narrows.models.catalog import MODELS, Progress, resolve
+from narrows.models.catalog import MODELS, resolve
+from narrows.models.gguf.cache import Progress
 from narrows.models.spec import read_spec
 from narrows.runtime.channel import ZmqHub
 from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status

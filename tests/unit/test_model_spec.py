@@ -19,7 +19,7 @@ LLAMA = "LlamaForCausalLM"
 
 def test_front_ends_load_no_torch() -> None:
     code = (
-        "import sys, narrows.models.catalog, narrows.models.spec, narrows.models.gguf_convert, narrows.testing.models\n"
+        "import sys, narrows.models.catalog, narrows.models.spec, narrows.models.gguf.convert, narrows.testing.models\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,10 +9,10 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from narrows.errors import ModelError
-from narrows.models.catalog import Progress
 from narrows.models.fields import Fields
-from narrows.models.gguf_config import FileTensors, gguf_config, hf_name, undo_permutation
-from narrows.models.gguf_tokenizer import write_tokenizer
+from narrows.models.gguf.cache import Progress
+from narrows.models.gguf.config import FileTensors, gguf_config, hf_name, undo_permutation
+from narrows.models.gguf.tokenizer import write_tokenizer
 from narrows.models.safetensors_writer import Entry, write_safetensors
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from narrows.errors import ModelError
 
+Progress = Callable[[int, int], None]  # tensors converted so far, tensors in all
+
 # Goes into the key: raise it when the converter writes something else for the same file.
 _FORMAT = 1
 

@@ -1,0 +1,1 @@
+"""GGUF files, turned into Hugging Face folders once."""
