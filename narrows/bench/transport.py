@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import platform
 import select
 import socket
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from narrows.bench.results import document
 from narrows.core.plan import RegionKey
 from narrows.transfer.base import (
     Copy,
@@ -72,7 +72,7 @@ class _Remote:
     pipe: Connection
     address: str
     key: RegionKey
-    raw_port: int
+    raw: socket.socket  # to the same process, past the transport
     name: PeerName = field(default=PeerName(""))
 
 
@@ -93,8 +93,9 @@ def _serve(pipe: Connection, kind: str, total_bytes: int, core: int) -> None:
     transport = open_transport(kind, TransportConfig(f"peer-{os.getpid()}"))
     region = transport.allocate(total_bytes)
     np.frombuffer(region.buffer, np.uint8)[:] = 1
-    listener = socket.create_server(("127.0.0.1", 0))
-    pipe.send((transport.address, region.key, listener.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send((transport.address, region.key, listener.getsockname()[1]))
+        connection, _ = listener.accept()
     while True:
         waiting: list[Any] = [pipe, transport]
         ready = select.select(waiting, [], [])[0]
@@ -106,43 +107,42 @@ def _serve(pipe: Connection, kind: str, total_bytes: int, core: int) -> None:
             order = pipe.recv()
             if order is None:
                 break
-            _receive_raw(listener, region, order)
-    listener.close()
+            _receive_raw(connection, region, order)
+    connection.close()
     transport.close()
 
 
-def _receive_raw(listener: socket.socket, region: Region, layout: Layout) -> None:
+def _receive_raw(connection: socket.socket, region: Region, layout: Layout) -> None:
     """The reference's receiving side: every block of `layout` straight to its place, then one byte back."""
-    connection, _ = listener.accept()
     size = layout.block_bytes
     blocks = [region.buffer[at : at + size] for at in layout.targets.tolist()]
-    with connection:
-        first = 0
-        while first < len(blocks):
-            group = blocks[first : first + _SEGMENTS]
-            received = connection.recvmsg_into(group)[0]
-            whole, part = divmod(received + size - len(blocks[first]), size)
-            first += whole
-            if part:
-                blocks[first] = blocks[first][part if whole else part - (size - len(blocks[first])) :]
-        connection.sendall(b"\1")
+    first = 0
+    while first < len(blocks):
+        received = connection.recvmsg_into(blocks[first : first + _SEGMENTS])[0]
+        first = _skip(blocks, first, received, size)
+    connection.sendall(b"\1")
 
 
-def _send_raw(port: int, region: Region, layout: Layout) -> float:
+def _skip(blocks: list[memoryview], first: int, num_bytes: int, size: int) -> int:
+    """Blocks up to the returned one are through; that one keeps its rest."""
+    whole, part = divmod(num_bytes + size - len(blocks[first]), size)
+    first += whole
+    if part:
+        blocks[first] = blocks[first][part - (size - len(blocks[first])) :]
+    return first
+
+
+def _send_raw(connection: socket.socket, region: Region, layout: Layout) -> float:
     """The reference's sending side. Returns seconds from the first byte to the answer."""
     size = layout.block_bytes
     blocks = [region.buffer[at : at + size] for at in layout.sources.tolist()]
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        begin = time.perf_counter()
-        first = 0
-        while first < len(blocks):
-            sent = connection.sendmsg(blocks[first : first + _SEGMENTS])
-            whole, part = divmod(sent + size - len(blocks[first]), size)
-            first += whole
-            if part:
-                blocks[first] = blocks[first][part if whole else part - (size - len(blocks[first])) :]
-        assert connection.recv(1)
-        return time.perf_counter() - begin
+    begin = time.perf_counter()
+    first = 0
+    while first < len(blocks):
+        sent = connection.sendmsg(blocks[first : first + _SEGMENTS])
+        first = _skip(blocks, first, sent, size)
+    assert connection.recv(1)
+    return time.perf_counter() - begin
 
 
 @contextlib.contextmanager
@@ -152,13 +152,16 @@ def _pair(kind: str, total_bytes: int, core: int, **settings: Any) -> Iterator[t
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, kind, total_bytes, core), daemon=True)
     process.start()
+    there.close()  # so that its death is an error here and not a wait
     transport = open_transport(kind, TransportConfig(f"bench-{os.getpid()}", **settings))
     try:
-        remote = _Remote(here, *here.recv())
+        address, key, port = here.recv()
+        remote = _Remote(here, address, key, socket.create_connection(("127.0.0.1", port)))
         remote.name = transport.connect(remote.address)
         region = transport.allocate(total_bytes)
         np.frombuffer(region.buffer, np.uint8)[:] = 2
         yield transport, region, remote
+        remote.raw.close()
     finally:
         here.send(None)
         transport.close()
@@ -189,7 +192,7 @@ def _time_post(transport: Transport, region: Region, remote: _Remote, layout: La
 
 def _time_raw(region: Region, remote: _Remote, layout: Layout) -> float:
     remote.pipe.send(layout)
-    return _send_raw(remote.raw_port, region, layout)
+    return _send_raw(remote.raw, region, layout)
 
 
 def _time_memcpy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], layout: Layout) -> float:
@@ -290,17 +293,8 @@ def run(
         rows += [measure_shaped(kind, gbps, 0.5, core) for kind in transports for gbps in link_gbps]
         waits = [measure_wait(kind, 1.0, 60, core) for kind in transports] if link_gbps else []
     _print(rows, waits)
-    return {
-        "name": "transport",
-        "config": {"total_bytes": total_bytes, "rounds": rounds, "link_gbps": list(link_gbps)},
-        "results": rows,
-        "waits": waits,
-        "environment": {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "cores": os.cpu_count(),
-        },
-    }
+    config = {"total_bytes": total_bytes, "rounds": rounds, "link_gbps": list(link_gbps)}
+    return document("transport", config, rows) | {"waits": waits}
 
 
 def _print(rows: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:

@@ -34,7 +34,6 @@ from narrows.transfer.runs import Ints
 _BACKLOG = 128
 _FRAME_BYTES = 256 * 1024  # copied between two looks for commands: some tens of microseconds
 _COPY_BYTES = 1 << 20  # copied between two looks at the sockets
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 _memmove = ctypes.CDLL(None).memmove  # releases the GIL, which slice assignment does not
@@ -82,7 +81,8 @@ class ShmTransport(Engine):
         try:
             os.ftruncate(descriptor, num_bytes)
             # a peer that could shrink it would make every reader of the region die of SIGBUS
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             region = self._regions.add(memoryview(mmap.mmap(descriptor, num_bytes)))
         except BaseException:
             os.close(descriptor)

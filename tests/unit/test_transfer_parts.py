@@ -338,6 +338,7 @@ def test_the_secret_does_not_travel_and_proofs_do_not_work_twice() -> None:
 
 
 @given(st.binary(min_size=16, max_size=16), st.binary(max_size=200))
+@settings(deadline=None)
 def test_garbage_is_refused(prelude: bytes, body: bytes) -> None:
     listener = Handshake(B, "s", dialer=False)
     with pytest.raises(TransportError):
