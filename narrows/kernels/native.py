@@ -223,7 +223,7 @@ class NativeKernels:
 
 
 def declare(library: ctypes.CDLL, name: str, signature: str) -> "ctypes._NamedFuncPointer":
-    """The C function, with one letter per argument: pointer, long, int, float. Where it returns nothing, nobody looks."""
+    """The C function, one letter per argument: pointer, long, int, float. Where it returns nothing, nobody looks."""
     function = library[name]
     types = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
     function.argtypes = [types[letter] for letter in signature]  # type: ignore[misc]

@@ -3,7 +3,7 @@
  * A weight [N, K] is packed by panels of PANEL outputs, so that a step of 16 outputs needs no sum across lanes:
  *   [N / PANEL] panels x [K / 2] steps x [PANEL] outputs x 2 neighbours of K, zeros past N
  * A panel is one contiguous stream. Few rows (decode): threads share the panels, each weight is read once, at the speed of
- * memory. Many rows (prefill): threads draw tasks of ROWS_AT_ONCE rows by some panels; a panel stays in the first-level cache
+ * memory. Many rows (prefill): threads draw tasks of some rows by some panels; a panel stays in the first-level cache
  * while the rows go by from the second.
  */
 
