@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrows.kernels.base import PagedBatch
 from narrows.kernels.build import build, load_library
-from narrows.kernels.native import NativeKernels, declare
+from narrows.kernels.native import NativeKernels, declare, new_crew
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS = 576, 9, 3, 64, 1536, 49152, 30
 PAGE = 16
@@ -50,13 +50,13 @@ class Bench:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         library = load_library(build())
-        self.kernels = NativeKernels(library)
+        self.kernels = NativeKernels(threads, library)
+        self._crew = new_crew(library, threads)
         self.rows: list[dict[str, float | str]] = []
-        self._read = declare(library, "narrows_probe_read", "pli")
-        self._multiply = declare(library, "narrows_probe_multiply", "li")
+        self._read = declare(library, "narrows_probe_read", "plp")
+        self._multiply = declare(library, "narrows_probe_multiply", "lp")
         self._flop = 2.0 * threads * library.narrows_probe_products(1000)
         self._memory = torch.ones(256 << 20, dtype=torch.uint8)
-        self._threads = threads
         self.ceiling("GB/s")
         print(
             f"{threads} threads: reads {self.ceiling('GB/s'):.0f} GB/s, "
@@ -67,8 +67,8 @@ class Bench:
         """What the machine can do now; other work on it is felt by the ceiling too."""
         if unit == "GB/s":
             num_bytes = self._memory.numel()
-            return num_bytes / best_s(lambda: self._read(self._memory.data_ptr(), num_bytes, self._threads), 0.2) / 1e9
-        return self._flop / best_s(lambda: self._multiply(1000, self._threads), 0.2) / 1e9
+            return num_bytes / best_s(lambda: self._read(self._memory.data_ptr(), num_bytes, self._crew), 0.2) / 1e9
+        return self._flop / best_s(lambda: self._multiply(1000, self._crew), 0.2) / 1e9
 
     def row(
         self,

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from narrows.errors import KernelError
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -28,11 +26,9 @@ def build(extra_flags: Sequence[str] = (), cache: Path | None = None) -> Path:
     """
     compiler = find_compiler()
     flags = [*FLAGS, native_flag(), *extra_flags]
-    openmp = openmp_library()
-    link = [str(openmp)] if openmp else ["-fopenmp"]
     sources = sorted(SOURCES.iterdir())
     key = hashlib.sha256()
-    for part in (compiler, *flags, *link, cpu_features(), torch.__version__):
+    for part in (compiler, *flags, cpu_features()):
         key.update(part.encode() + b"\0")
     for source in sources:
         key.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -44,7 +40,7 @@ def build(extra_flags: Sequence[str] = (), cache: Path | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / library.name
         code = [str(source) for source in sources if source.suffix == ".c"]
-        run([compiler, *flags, "-shared", "-o", str(made), *code, *link, "-lm"])
+        run([compiler, *flags, "-shared", "-pthread", "-o", str(made), *code, "-lm"])
         made.replace(library)
     return library
 
@@ -79,18 +75,6 @@ def find_compiler() -> str:
 def native_flag() -> str:
     """How compilers are told to use all that this processor has."""
     return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-
-
-def openmp_library() -> Path | None:
-    """The OpenMP runtime this process has loaded with torch: a second one's idle workers would fight with its own."""
-    names = ("libgomp", "libiomp5", "libomp")
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except FileNotFoundError:
-        return None
-    loaded = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line}
-    found = sorted(path for path in loaded if Path(path).name.startswith(names))
-    return Path(found[0]) if found else None
 
 
 def cpu_features() -> str:

@@ -1,10 +1,11 @@
 """The fast kernels: C compiled on first use (csrc/), called with the tensors' addresses.
 
-Threads are torch's: its OpenMP pool, torch.get_num_threads() of it. Results of a row do not depend on the other rows of
-the call nor on the number of threads.
+Threads are the kernels' own (csrc/threads.h says why) and wait politely, so two processes can share cores. Results of a
+row do not depend on the other rows of a call nor on the number of threads.
 """
 
 import ctypes
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +43,17 @@ class NativeKernels:
 
     name = "native"
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        library = library or load_library(build())
-        self._linear = declare(library, "narrows_linear", "p" * 4 + "lll" + "iii")
+    def __init__(self, num_threads: int | None = None, library: ctypes.CDLL | None = None) -> None:
+        """num_threads is torch's own number unless given. Calls from several threads at once wait for each other."""
+        self.library = library = library or load_library(build())
+        self.num_threads = num_threads or torch.get_num_threads()
+        self._crew = new_crew(library, self.num_threads)
+        weakref.finalize(self, declare(library, "narrows_crew_free", "p"), self._crew)
+        self._linear = declare(library, "narrows_linear", "p" * 4 + "lll" + "ii" + "p")
         self._silu_mul = declare(library, "narrows_silu_mul", "ppll")
-        self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llfi")
-        self._rope_store = declare(library, "narrows_rope_store", "i" + "p" * 9 + "llllfi")
-        self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fli")
+        self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llf" + "p")
+        self._rope_store = declare(library, "narrows_rope_store", "i" + "p" * 9 + "llllf" + "p")
+        self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fl" + "p")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -95,7 +100,7 @@ class NativeKernels:
             weight.out_features,
             residual is not None,
             0,
-            torch.get_num_threads(),
+            self._crew,
         )
         return y
 
@@ -123,7 +128,7 @@ class NativeKernels:
             width,
             0,
             1,
-            torch.get_num_threads(),
+            self._crew,
         )
         return y
 
@@ -133,9 +138,7 @@ class NativeKernels:
         check_like("weight", weight, x, (width,))
         y = torch.empty_like(x)
         rows = x.numel() // width if width else 0
-        self._rms_norm(
-            is_bf16(x), y.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, torch.get_num_threads()
-        )
+        self._rms_norm(is_bf16(x), y.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, self._crew)
         return y
 
     def rope_store(
@@ -181,7 +184,7 @@ class NativeKernels:
             num_kv_heads,
             head_dim,
             eps,
-            torch.get_num_threads(),
+            self._crew,
         )
         return query
 
@@ -215,11 +218,21 @@ class NativeKernels:
             head_dim,
             scale,
             window or 0,
-            torch.get_num_threads(),
+            self._crew,
         )
         if status:
             raise KernelError(f"attend: no memory for the scratch of a context of {batch.max_context} tokens")
         return out, lse
+
+
+def new_crew(library: ctypes.CDLL, num_threads: int) -> int:
+    """The address of a crew of threads, to be given back to narrows_crew_free."""
+    new = declare(library, "narrows_crew_new", "i")
+    new.restype = ctypes.c_void_p
+    crew = new(num_threads)
+    if not crew:
+        raise KernelError(f"kernels: no memory for {num_threads} threads")
+    return int(crew)
 
 
 def declare(library: ctypes.CDLL, name: str, signature: str) -> "ctypes._NamedFuncPointer":

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,10 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["native", "generic"])
-def kernels(request: pytest.FixtureRequest, library_cache: Path) -> Kernels:
+def kernels(request: pytest.FixtureRequest, library_cache: Path) -> NativeKernels:
     """For this processor, and as on one without AVX-512."""
     flags = [] if request.param == "native" else [*BASELINE, "-DNARROWS_GENERIC"]
-    return NativeKernels(build.load_library(build.build(flags, library_cache)))
+    return NativeKernels(2, build.load_library(build.build(flags, library_cache)))
 
 
 BASELINE = ["-march=x86-64-v3"] if build.native_flag() == "-march=native" else []
@@ -154,7 +155,7 @@ def test_extreme_scores(kernels: Kernels, dtype: torch.dtype, score: float) -> N
         close(out[row], entries[slots, :, 16:].to(dtype).double().mean(0), dtype)
 
 
-def test_a_row_does_not_depend_on_the_others(kernels: Kernels) -> None:
+def test_a_row_does_not_depend_on_the_others(kernels: NativeKernels) -> None:
     """Bit for bit: decode alone or in a batch; prefill whole or in chunks; any number of threads."""
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(800, 6, 64, generator=generator).bfloat16()
@@ -199,17 +200,13 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels) -> None:
         torch.randn(96, 70, generator=generator).bfloat16(),
     )
     packed = kernels.pack(weight)
-    threads = torch.get_num_threads()
     product = kernels.linear(x, packed)
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            again, _ = kernels.attend(query, entries, batch, scale=0.125, window=None)
-            assert torch.equal(again, whole)
-            for first, end in ((0, 1), (3, 19), (0, 100)):
-                assert torch.equal(kernels.linear(x[first:end], packed), product[first:end])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        others = NativeKernels(count, kernels.library)
+        again, _ = others.attend(query, entries, batch, scale=0.125, window=None)
+        assert torch.equal(again, whole)
+        for first, end in ((0, 1), (3, 19), (0, 100)):
+            assert torch.equal(others.linear(x[first:end], packed), product[first:end])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -346,6 +343,39 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(KernelError, match=r"(?s)failed with \d+: .*no-such-flag"):
         build.build(["-fno-such-flag"], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_from_several_threads(kernels: NativeKernels) -> None:
+    """One object may be shared: calls take turns."""
+    x, weight = torch.randn(300, 128).bfloat16(), torch.randn(512, 128).bfloat16()
+    packed = kernels.pack(weight)
+    want = kernels.linear(x, packed)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: kernels.linear(x, packed), range(40)))
+    assert all(torch.equal(result, want) for result in results)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_works_alone(kernels: NativeKernels) -> None:
+    """The threads stay with the parent."""
+    x, weight = torch.randn(300, 128).bfloat16(), torch.randn(512, 128).bfloat16()
+    packed = kernels.pack(weight)
+    want = kernels.linear(x, packed).view(torch.int16).numpy().tobytes()
+    child = os.fork()
+    if child == 0:  # nothing of torch's that would use its threads
+        os._exit(kernels.linear(x, packed).view(torch.int16).numpy().tobytes() != want)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_end_with_their_object(kernels: NativeKernels) -> None:
+    def count() -> int:
+        return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+    before = count()
+    more = NativeKernels(5, kernels.library)
+    assert count() == before + 4
+    del more
+    assert count() == before
 
 
 def test_names() -> None:

@@ -104,11 +104,11 @@ MULTIPLY
 int narrows_attend(int is_bf16, void *out, float *lse, const void *query, const void *entries, const int32_t *query_start,
                    const int32_t *context_len, const int32_t *page_table, long num_requests, long table_stride,
                    long page_size, long num_heads, long num_kv_heads, long head_dim, float scale, long window,
-                   int num_threads) {
+                   crew *crew) {
     attend_call c = {out, lse, query, entries, query_start, context_len, page_table, num_requests, table_stride, page_size,
                      num_heads, num_kv_heads, head_dim, scale, scale * LOG2E, -125.5f / (scale * LOG2E), window};
     const size_t block = (size_t)(head_dim * 2 * KEYS) * (is_bf16 ? 2 : 4);
-    size_t scratch = block * (size_t)num_threads, parts = 0;
+    size_t scratch = block * (size_t)crew_size(crew), parts = 0;
     long work = 0;
     int status = -1;
     c.scratch_stride = block;
@@ -143,7 +143,7 @@ int narrows_attend(int is_bf16, void *out, float *lse, const void *query, const 
         c.narrow[n].part = part;
         part += c.narrow[n].parts * part_floats(&c, c.narrow[n].rows);
     }
-    team_run(is_bf16 ? attend_team_bf16 : attend_team_f32, &c, work > 4096 ? num_threads : 1);
+    crew_run(crew, is_bf16 ? attend_team_bf16 : attend_team_f32, &c, work > 4096);
     status = 0;
 done:
     free(c.scratch);

@@ -365,9 +365,8 @@ static void T(merge)(const attend_call *c, const narrow *n, long row) {
     T(finish)(c, c->query_start[n->request] * c->num_heads + row, sum, total, peak);
 }
 
-static void T(attend_team)(void *data) {
+static void T(attend_team)(void *data, team me) {
     attend_call *c = data;
-    const team me = this_team();
     atomic_long *ticket = c->tickets;
     for (long r = 0; r < c->num_requests; r++)
         if (is_wide(c, r)) T(attend_wide)(c, me, r, ticket++);

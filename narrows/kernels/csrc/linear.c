@@ -152,9 +152,8 @@ static void run_pairs(const linear_call *c, long from, long until) {
     if (from + 2 * half < until) run_task(c, 0, rows, until - 1, until);
 }
 
-static void linear_team(void *data) {
+static void linear_team(void *data, team me) {
     linear_call *c = data;
-    const team me = this_team();
     const long panels = (c->outputs + PANEL - 1) / PANEL;
     long first, end, i;
     if (c->task_rows >= c->rows) {
@@ -175,7 +174,7 @@ static void linear_team(void *data) {
 
 /* y [rows, outputs] (+)= x [rows, steps * 2] times weight, plus bias. With `gated`, outputs must be a multiple of PANEL. */
 void narrows_linear(void *y, const void *x, const void *weight, const float *bias, long rows, long steps, long outputs,
-                    int add, int gated, int num_threads) {
+                    int add, int gated, crew *crew) {
     linear_call c = {.x = x, .weight = weight, .bias = bias, .y = y, .add = add, .gated = gated, .rows = rows,
                      .steps = steps, .outputs = outputs};
     const long panels = (outputs + PANEL - 1) / PANEL;
@@ -183,11 +182,12 @@ void narrows_linear(void *y, const void *x, const void *weight, const float *bia
     if (c.task_rows < 4 * MAX_TILE) c.task_rows = 4 * MAX_TILE;
     const long high = (rows + c.task_rows - 1) / c.task_rows;
     /* enough tasks to even out, few enough that x is read from the second-level cache */
-    c.task_panels = (panels * high + 8 * num_threads - 1) / (8 * num_threads);
+    const long tasks = 8 * crew_size(crew);
+    c.task_panels = (panels * high + tasks - 1) / tasks;
     if (c.task_panels > panels) c.task_panels = panels;
     if (c.task_panels < 1) c.task_panels = 1;
     if (!rows) return;
-    team_run(linear_team, &c, outputs * (gated ? 2 : 1) * steps > 16384 ? num_threads : 1);
+    crew_run(crew, linear_team, &c, outputs * (gated ? 2 : 1) * steps > 16384);
 }
 
 /* y [rows, half] = silu(x[:, :half]) * x[:, half:] for widths that no panel fits. */

@@ -9,10 +9,10 @@ typedef struct {
     atomic_uint sum; /* so that no compiler drops the work */
 } probe_call;
 
-static void read_team(void *data) {
+static void read_team(void *data, team me) {
     probe_call *c = data;
     long first, end;
-    team_share(this_team(), c->bytes / 256, &first, &end);
+    team_share(me, c->bytes / 256, &first, &end);
     vu sum[4] = {0};
     for (const char *p = c->from + first * 256; p < c->from + end * 256; p += 256)
         UNROLL for (int line = 0; line < 4; line++) {
@@ -24,9 +24,9 @@ static void read_team(void *data) {
 }
 
 /* Read so many bytes once (a multiple of 256). */
-unsigned narrows_probe_read(const void *from, long bytes, int num_threads) {
+unsigned narrows_probe_read(const void *from, long bytes, crew *crew) {
     probe_call c = {from, bytes, 0};
-    team_run(read_team, &c, num_threads);
+    crew_run(crew, read_team, &c, 1);
     return c.sum;
 }
 
@@ -35,7 +35,8 @@ unsigned narrows_probe_read(const void *from, long bytes, int num_threads) {
 #define MAX_BLOCKS (VL == 16 ? 4 : 1)
 #include "micro.h"
 
-static void multiply_team(void *data) {
+static void multiply_team(void *data, team me) {
+    (void)me;
     const probe_call *c = data;
     const word a[6 * 256] = {0}, b[4 * LANES] = {0};
     float sums[6 * 4 * LANES] = {0};
@@ -50,7 +51,7 @@ static void multiply_team(void *data) {
 /* The bfloat16 products, each an addition too, that each thread makes in narrows_probe_multiply(count). */
 long narrows_probe_products(long count) { return count * (VL == 16 ? 6 : 3) * MAX_BLOCKS * LANES * 2 * 256; }
 
-void narrows_probe_multiply(long count, int num_threads) {
+void narrows_probe_multiply(long count, crew *crew) {
     probe_call c = {0, count, 0};
-    team_run(multiply_team, &c, num_threads);
+    crew_run(crew, multiply_team, &c, 1);
 }

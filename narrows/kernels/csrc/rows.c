@@ -52,16 +52,16 @@ INLINE vf vf_round_f32(vf v) { return v; }
 #include "rows.h"
 
 void narrows_rms_norm(int is_bf16, void *y, const void *x, const void *weight, long rows, long width, float eps,
-                      int num_threads) {
+                      crew *crew) {
     norm_call c = {y, x, weight, rows, width, eps};
-    team_run(is_bf16 ? norm_team_bf16 : norm_team_f32, &c, rows * width >= THREADED_ELEMENTS ? num_threads : 1);
+    crew_run(crew, is_bf16 ? norm_team_bf16 : norm_team_f32, &c, rows * width >= THREADED_ELEMENTS);
 }
 
 void narrows_rope_store(int is_bf16, void *query, void *entries, const void *qkv, const int32_t *positions,
                         const int32_t *slots, const float *cosine, const float *sine, const void *q_norm, const void *k_norm,
-                        long rows, long num_heads, long num_kv_heads, long head_dim, float eps, int num_threads) {
+                        long rows, long num_heads, long num_kv_heads, long head_dim, float eps, crew *crew) {
     rope_call c = {query, entries, qkv, positions, slots, cosine, sine, q_norm, k_norm,
                    rows, num_heads, num_kv_heads, head_dim, eps};
     const long elements = rows * (num_heads + 2 * num_kv_heads) * head_dim;
-    team_run(is_bf16 ? rope_team_bf16 : rope_team_f32, &c, elements >= THREADED_ELEMENTS ? num_threads : 1);
+    crew_run(crew, is_bf16 ? rope_team_bf16 : rope_team_f32, &c, elements >= THREADED_ELEMENTS);
 }

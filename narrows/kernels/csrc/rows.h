@@ -18,10 +18,10 @@ INLINE void T(norm_row)(ELEMENT *y, const ELEMENT *x, const ELEMENT *weight, lon
     for (; i < n; i++) y[i] = FROM_FLOAT(TO_FLOAT(FROM_FLOAT(TO_FLOAT(x[i]) * scale)) * TO_FLOAT(weight[i]));
 }
 
-static void T(norm_team)(void *data) {
+static void T(norm_team)(void *data, team me) {
     const norm_call *c = data;
     long first, end;
-    team_share(this_team(), c->rows, &first, &end);
+    team_share(me, c->rows, &first, &end);
     for (long r = first; r < end; r++)
         T(norm_row)((ELEMENT *)c->y + r * c->width, (const ELEMENT *)c->x + r * c->width, c->weight, c->width, c->eps);
 }
@@ -48,11 +48,11 @@ INLINE void T(rotate)(const rope_call *c, ELEMENT *to, const ELEMENT *from, cons
     }
 }
 
-static void T(rope_team)(void *data) {
+static void T(rope_team)(void *data, team me) {
     const rope_call *c = data;
     const long dim = c->head_dim, width = (c->num_heads + 2 * c->num_kv_heads) * dim;
     long first, end;
-    team_share(this_team(), c->rows, &first, &end);
+    team_share(me, c->rows, &first, &end);
     for (long t = first; t < end; t++) {
         const ELEMENT *row = (const ELEMENT *)c->qkv + t * width, *key = row + c->num_heads * dim;
         const ELEMENT *value = key + c->num_kv_heads * dim;

@@ -1,35 +1,31 @@
-/* A team of threads from the OpenMP runtime that torch has already started, by the entry points GCC's code calls.
+/* A crew: threads that work on one call together. Each NativeKernels object owns one; threads.c is its making.
  *
- * Called directly, so that any compiler will do and no second runtime, whose idle workers spin, comes into the process.
+ * OpenMP's own threads spin while they wait. That is fast while a process has the machine for itself, and ruin when two
+ * share its cores: each spins for a partner that can not run because the other spins. Ours spin for a few microseconds, then
+ * give way to whoever else wants the core, and go to sleep after a millisecond without work.
  */
 #pragma once
 
 #include <stdatomic.h>
 
-extern void GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
-extern void GOMP_barrier(void);
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
+typedef struct crew crew;
 
+/* A member's place in its crew, for the time of one call. */
 typedef struct {
+    crew *crew;
     int id, size;
 } team;
 
-static inline team this_team(void) { return (team){omp_get_thread_num(), omp_get_num_threads()}; }
+/* Run body once in every member, the caller being one, and return when all are done. Alone, if not `together`. */
+void crew_run(crew *c, void (*body)(void *data, team me), void *data, int together);
 
-static inline void team_run(void (*body)(void *), void *data, int num_threads) {
-    if (num_threads > 1)
-        GOMP_parallel(body, data, (unsigned)num_threads, 0);
-    else
-        body(data);
-}
+/* Wait until every member of the crew has come here. */
+void team_wait(team me);
 
-static inline void team_wait(team t) {
-    if (t.size > 1) GOMP_barrier();
-}
+int crew_size(const crew *c);
 
-/* Member t's share of n things, as first and end. */
-static inline void team_share(team t, long n, long *first, long *end) {
-    *first = n * t.id / t.size;
-    *end = n * (t.id + 1) / t.size;
+/* Member me's share of n things, as first and end. */
+static inline void team_share(team me, long n, long *first, long *end) {
+    *first = n * me.id / me.size;
+    *end = n * (me.id + 1) / me.size;
 }
