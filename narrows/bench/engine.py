@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from narrows.bench.machine import read_bytes_per_s
+from narrows.bench.machine import ReadProbe
 from narrows.bench.results import document, show
 from narrows.config import EngineConfig
 from narrows.core.events import Event, EventKind
@@ -135,6 +135,7 @@ class Bench:
         self.config = config
         self.rounds = rounds
         self.folder = resolve(config.model)
+        self.probe = ReadProbe()
         self.spec = read_spec(self.folder)
         from narrows.server.tokenizer import Tokenizer
 
@@ -156,13 +157,13 @@ class Bench:
 def _decode(case: str, batch: int, prompt_tokens: int, num_tokens: int) -> Callable[[Bench], list[Row]]:
     def measure_case(bench: Bench) -> list[Row]:
         prompt = bench.text[:prompt_tokens]
-        readings = [read_bytes_per_s()]
+        readings = [bench.probe.bytes_per_s()]
         with _ours(bench.config) as engine:
             ours, reference = bench.in_turn(
                 lambda: _together(engine.run(prompt, batch, num_tokens)),
                 lambda: _steady(bench.reference.times(prompt, batch, num_tokens), batch),
             )
-        readings.append(read_bytes_per_s())
+        readings.append(bench.probe.bytes_per_s())
         reads = step_bytes(bench.spec, bench.config.dtype, batch * (prompt_tokens + num_tokens // 2))
         gb_per_s, most = ours / batch * reads / 1e9, max(readings) / 1e9
         return [

@@ -6,23 +6,30 @@ from collections.abc import Callable
 import torch
 
 from narrows.errors import KernelError
-from narrows.kernels.build import build, load_library
-from narrows.kernels.native import declare
+from narrows.kernels.native import NativeKernels, declare
+
+_SAMPLES = 40
 
 
-def read_bytes_per_s(*, samples: int = 40) -> float:
-    """Bytes per second that all threads together read from memory, the best of several passes over 256 MiB."""
-    memory = torch.ones(256 << 20, dtype=torch.uint8)
-    try:
-        read = declare(load_library(build()), "narrows_probe_read", "pli")
-    except KernelError:  # without a compiler: torch's own sum, which comes close
-        words = memory.view(torch.int64)
-        return memory.nbytes / min(_seconds(words.sum) for _ in range(samples))
-    arguments = memory.data_ptr(), memory.nbytes, torch.get_num_threads()
-    return memory.nbytes / min(_seconds(lambda: read(*arguments)) for _ in range(samples))
+class ReadProbe:
+    """Reads memory with all threads, as fast as it goes."""
 
+    def __init__(self) -> None:
+        self._memory = torch.ones(256 << 20, dtype=torch.uint8)
+        self._read: Callable[[], object]
+        try:
+            kernels = NativeKernels()
+        except KernelError:  # without a compiler: torch's own sum, which comes close
+            self._read = self._memory.view(torch.int64).sum
+        else:
+            read = declare(kernels.library, "narrows_probe_read", "plp")
+            self._read = lambda: read(self._memory.data_ptr(), self._memory.nbytes, kernels.crew)
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    def bytes_per_s(self) -> float:
+        """The best of several passes over 256 MiB."""
+        best_s = float("inf")
+        for _ in range(_SAMPLES):
+            began = time.perf_counter()
+            self._read()
+            best_s = min(best_s, time.perf_counter() - began)
+        return self._memory.nbytes / best_s

@@ -12,8 +12,7 @@ log = logging.getLogger(__name__)
 def load(name: str = "auto", num_threads: int | None = None) -> Kernels:
     """The kernels called `name`: native, reference, or auto, which is native where it can be built.
 
-    num_threads is for native; torch's own number if None. Torch's threads spin while they wait, so a process whose work
-    is all in native kernels does well to call torch.set_num_threads(1) beside it.
+    num_threads is for native; torch's own number if None.
 
     auto falls back to reference with one warning that says why. Raises ConfigError for another name, KernelError when
     native is asked for and can not be built.

@@ -10,6 +10,7 @@ softmax and norms run in float32. Nothing here keeps state between calls; weight
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -46,6 +47,11 @@ class Kernels(Protocol):
     """Each call returns new tensors unless `out` or "in place" is said, and blocks until done."""
 
     name: str
+
+    def relies_on_torch(self, dtype: torch.dtype) -> bool:
+        """Whether products of that type are torch's, so that they need torch's threads. Where they are not, torch is
+        better off with one thread: its others spin while they wait, on cores that the kernels' own threads need."""
+        ...
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Take over a weight [out, in] and its bias [out]. The result may share the weight's storage."""

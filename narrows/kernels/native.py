@@ -47,8 +47,8 @@ class NativeKernels:
         """num_threads is torch's own number unless given. Calls from several threads at once wait for each other."""
         self.library = library = library or load_library(build())
         self.num_threads = num_threads or torch.get_num_threads()
-        self._crew = new_crew(library, self.num_threads)
-        weakref.finalize(self, declare(library, "narrows_crew_free", "p"), self._crew)
+        self.crew = new_crew(library, self.num_threads)
+        weakref.finalize(self, declare(library, "narrows_crew_free", "p"), self.crew)
         self._linear = declare(library, "narrows_linear", "p" * 4 + "lll" + "ii" + "p")
         self._silu_mul = declare(library, "narrows_silu_mul", "ppll")
         self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llf" + "p")
@@ -56,6 +56,9 @@ class NativeKernels:
         self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fl" + "p")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
+
+    def relies_on_torch(self, dtype: torch.dtype) -> bool:
+        return dtype != torch.bfloat16 or self._has_tiles
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         if weight.dtype != torch.bfloat16:
@@ -100,7 +103,7 @@ class NativeKernels:
             weight.out_features,
             residual is not None,
             0,
-            self._crew,
+            self.crew,
         )
         return y
 
@@ -128,7 +131,7 @@ class NativeKernels:
             width,
             0,
             1,
-            self._crew,
+            self.crew,
         )
         return y
 
@@ -138,7 +141,7 @@ class NativeKernels:
         check_like("weight", weight, x, (width,))
         y = torch.empty_like(x)
         rows = x.numel() // width if width else 0
-        self._rms_norm(is_bf16(x), y.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, self._crew)
+        self._rms_norm(is_bf16(x), y.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, self.crew)
         return y
 
     def rope_store(
@@ -184,7 +187,7 @@ class NativeKernels:
             num_kv_heads,
             head_dim,
             eps,
-            self._crew,
+            self.crew,
         )
         return query
 
@@ -218,7 +221,7 @@ class NativeKernels:
             head_dim,
             scale,
             window or 0,
-            self._crew,
+            self.crew,
         )
         if status:
             raise KernelError(f"attend: no memory for the scratch of a context of {batch.max_context} tokens")

@@ -30,6 +30,9 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def relies_on_torch(self, dtype: torch.dtype) -> bool:
+        return True
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
         return PlainLinear(weight, bias)
 

@@ -7,6 +7,7 @@ from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
 from narrows.core.topology import InstanceInfo
 from narrows.kernels import load as load_kernels
+from narrows.kernels.base import Kernels
 from narrows.kv.cache import KVCache
 from narrows.kv.mask import KVMask
 from narrows.kv.pool import KVPool
@@ -23,9 +24,11 @@ from narrows.transfer.base import Transport
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build_model(config: EngineConfig, folder: str, sizes: Sizes) -> tuple[Model, PagedAttention]:
-    """Weights and the kernels that go with them. Raises ModelError."""
-    kernels = load_kernels(config.kernels)
+def build_model(
+    config: EngineConfig, folder: str, sizes: Sizes, kernels: Kernels | None = None
+) -> tuple[Model, PagedAttention]:
+    """Weights, and the attention that goes with their kernels (None: those of the config). Raises ModelError."""
+    kernels = kernels or load_kernels(config.kernels, config.threads)
     model = load_model(folder, DTYPES[config.dtype], kernels, max_positions=sizes.max_model_len)
     return model, PagedAttention(kernels)
 

@@ -21,8 +21,9 @@ from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
 from narrows.core.wire import Heartbeat, Ready, Refused, Shutdown, ToInstance
 from narrows.errors import NarrowsError
+from narrows.kernels import load as load_kernels
 from narrows.models.spec import read_spec
-from narrows.runtime.build import build_instance, build_model
+from narrows.runtime.build import DTYPES, build_instance, build_model
 from narrows.runtime.channel import ZmqChannel
 from narrows.runtime.phase import Instance
 from narrows.runtime.sizing import plan_sizes
@@ -91,8 +92,9 @@ def main() -> None:
 
 
 def _serve(spec: WorkerSpec, channel: ZmqChannel) -> None:
-    if spec.config.threads is not None:
-        torch.set_num_threads(spec.config.threads)
+    threads = spec.config.threads or torch.get_num_threads()
+    kernels = load_kernels(spec.config.kernels, threads)
+    torch.set_num_threads(threads if kernels.relies_on_torch(DTYPES[spec.config.dtype]) else 1)
     sizes = plan_sizes(spec.config, read_spec(Path(spec.folder)))
     transport = open_transport(
         spec.transport,
@@ -104,7 +106,7 @@ def _serve(spec: WorkerSpec, channel: ZmqChannel) -> None:
         ),
     )
     try:
-        model, attention = build_model(spec.config, spec.folder, sizes)
+        model, attention = build_model(spec.config, spec.folder, sizes, kernels)
         stoppable = StoppableChannel(channel)
         instance, info = build_instance(
             spec.config,
