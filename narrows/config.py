@@ -4,11 +4,12 @@ import difflib
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from narrows.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
+MAX_PAGE_SIZE = 1024
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
@@ -36,33 +37,45 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(True, "keep the KV of finished prompts for later ones that begin alike")
     transport: str = setting("auto", "how KV crosses (auto: shm on one machine)", choices=("auto", "shm", "tcp"))
     link_gbps: float | None = setting(None, "limit what each instance sends, in Gbit/s, to try a narrow link")
-    checksums: bool = setting(False, "verify every frame of KV")
+    checksums: bool = setting(False, "verify every frame of KV (auto is tcp then)")
     kernels: str = setting("auto", "CPU kernels", choices=("auto", "native", "reference"))
     threads: int | None = setting(None, "compute threads of each instance (default: all cores)")
-    max_restarts: int = setting(3, "how often a lost instance is started again")
+    max_restarts: int = setting(5, "how often within ten minutes a lost instance is started again")
     silence_s: float = setting(20.0, "an instance that says nothing for so many seconds is taken for dead")
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
+        _check_types(self)
+        for name in ("prefill", "decode", "max_num_seqs", "max_num_batched_tokens", "max_queue", "page_size"):
             _at_least(self, name, 1)
-        _at_least(self, "max_restarts", 0)
-        if self.max_model_len is not None:
-            _at_least(self, "max_model_len", 2)
-        if self.threads is not None:
-            _at_least(self, "threads", 1)
-        if self.page_size < 1 or self.page_size & (self.page_size - 1):
-            near = 1 << max(self.page_size, 1).bit_length() - 1
+        for name, least in (("max_model_len", 2), ("threads", 1), ("kv_cache_memory_bytes", 1), ("max_restarts", 0)):
+            if getattr(self, name) is not None:
+                _at_least(self, name, least)
+        if self.page_size & (self.page_size - 1):
+            near = 1 << self.page_size.bit_length() - 1
             raise ConfigError(f"page_size: {self.page_size} is not a power of two; try {near} or {2 * near}")
+        if self.page_size > MAX_PAGE_SIZE:
+            raise ConfigError(f"page_size: {self.page_size} is too large; use at most {MAX_PAGE_SIZE}")
         if self.link_gbps is not None and not 0.001 <= self.link_gbps <= 10_000:
             raise ConfigError(f"link_gbps: {self.link_gbps} is out of range; use 0.001 to 10000 Gbit/s")
         if not 1.0 <= self.silence_s <= 3600:
             raise ConfigError(f"silence_s: {self.silence_s} is out of range; use 1 to 3600 seconds")
+        if self.served_model_name == "":
+            raise ConfigError("served_model_name: is empty; name the model or leave it out")
+        if self.checksums and self.transport == "shm":
+            raise ConfigError("checksums: shm copies KV without frames to check; use transport tcp, or auto")
         for spec in fields(self):
             choices = spec.metadata.get("choices")
             if choices and getattr(self, spec.name) not in choices:
                 raise ConfigError(
                     f"{spec.name}: {getattr(self, spec.name)!r} is not known; use one of {', '.join(choices)}"
                 )
+
+    @property
+    def transport_kind(self) -> str:
+        """What `auto` means here: all instances are on one machine, and shared memory has no frames to check."""
+        if self.transport != "auto":
+            return self.transport
+        return "tcp" if self.checksums else "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +88,48 @@ class ServerConfig:
     max_body_bytes: int = setting(8 * 1024 * 1024, "larger request bodies are refused with 413")
 
     def __post_init__(self) -> None:
+        _check_types(self)
+        if self.api_key == "":
+            raise ConfigError("api_key: is empty, which would let everyone in; set a key or leave it out")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: {self.port} is not a port; use 0 to 65535")
         _at_least(self, "max_body_bytes", 1024)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Settings of a TOML file, flat, by the names of the fields above. Raises ConfigError naming what is wrong."""
+    """Settings of a TOML file, flat, by the names of the fields above; the configs check their values.
+
+    Raises ConfigError naming the file and what is wrong.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"config: {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"config: {path} can not be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
-    known: dict[str, Any] = {
-        spec.name: get_type_hints(cls)[spec.name] for cls in (EngineConfig, ServerConfig) for spec in fields(cls)
-    }
-    for name, value in values.items():
+    known = [spec.name for cls in (EngineConfig, ServerConfig) for spec in fields(cls)]
+    for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
             raise ConfigError(f"config: {path}: unknown setting {name!r}{hint}")
-        if isinstance(value, int) and not isinstance(value, bool) and float in getattr(known[name], "__args__", ()):
-            values[name] = value = float(value)
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
-            raise ConfigError(f"config: {path}: {name} = {value!r} has the wrong type; expected {known[name]}")
     return values
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _check_types(config: Any) -> None:
+    """Every field has its type; a whole number serves where a number is asked for."""
+    hints = get_type_hints(type(config))
+    for spec in fields(config):
+        value, hint = getattr(config, spec.name), hints[spec.name]
+        kinds = get_args(hint) or (hint,)
+        if float in kinds and type(value) is int:
+            object.__setattr__(config, spec.name, float(value))
+        elif type(value) not in kinds:
+            wanted = " or ".join(_KINDS[kind] for kind in kinds if kind is not type(None))
+            raise ConfigError(f"{spec.name}: {value!r} has the wrong type; use {wanted}")
 
 
 def _at_least(config: Any, name: str, least: int) -> None:

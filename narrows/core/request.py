@@ -8,6 +8,7 @@ from narrows.core.ids import RequestId
 from narrows.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1  # of tokens, and of token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +38,53 @@ class SamplingParams:
             if not ok:
                 raise RequestError(name, f"{getattr(self, name)!r} is not allowed; use {rule}")
 
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+            check(is_whole(getattr(self, name)) or getattr(self, name) is None, name, "a whole number")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            check(math.isfinite(getattr(self, name)), name, "a finite number")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "a whole number of at least 1")
-        check(self.min_tokens >= 0, "min_tokens", "a whole number of at least 0")
+            check(is_number(getattr(self, name)) and math.isfinite(getattr(self, name)), name, "a finite number")
+        most = f"at most {MAX_COUNT}"
+        check(self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"at least 1 and {most}")
+        check(self.min_tokens is not None and 0 <= self.min_tokens <= MAX_COUNT, "min_tokens", f"at least 0 and {most}")
         check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"at most max_tokens ({self.max_tokens})",
         )
         check(0.0 <= self.temperature <= 100.0, "temperature", "a number from 0 to 100")
-        check(self.top_k >= -1, "top_k", "-1 or 0 (off), or a whole number of at least 1")
+        check(
+            self.top_k is not None and -1 <= self.top_k <= MAX_COUNT, "top_k", f"-1 or 0 (off), or at least 1, {most}"
+        )
         check(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1")
         check(0.0 <= self.min_p <= 1.0, "min_p", "a number from 0 to 1")
         check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "a number from -2 to 2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number from -2 to 2")
         check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
-        check(all(self.stop), "stop", "strings that are not empty")
-        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of at least 0")
+        check(
+            isinstance(self.stop, tuple) and all(map(is_text, self.stop)),
+            "stop",
+            "a tuple of strings that are not empty",
+        )
+        check(all(is_whole(t) and 0 <= t <= MAX_COUNT for t in self.stop_token_ids), "stop_token_ids", "token ids")
         check(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
             f"a whole number from 0 to {MAX_LOGPROBS}",
         )
+
+
+def is_whole(value: object) -> bool:
+    """A whole number, and neither a truth value nor another library's integer, which could not be sent on."""
+    return type(value) is int
+
+
+def is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def is_text(value: object) -> bool:
+    """A string that is not empty and can be written as UTF-8 (a lone surrogate can not)."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 @dataclass(frozen=True, slots=True)

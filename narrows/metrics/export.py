@@ -42,6 +42,7 @@ class PrometheusExporter:
         self._cached_tokens = self._counter("cached_tokens", "prompt tokens taken from a prefix cache")
         self._generated_tokens = self._counter("generated_tokens", "tokens sent to callers")
         self._preemptions = self._counter("preemptions", "attempts that were given up, to be computed again")
+        self._restarts = self._counter("restarts", "times a lost instance was started again", *_INSTANCE)
         self._handover_bytes = self._counter("handover_bytes", "bytes that crossed from prefill to decode")
         self._ttft = self._histogram("ttft", "arrival to the first token")
         self._ttst = self._histogram("ttst", "first token to the second")
@@ -88,6 +89,9 @@ class PrometheusExporter:
         self._used_pages.labels(*labels).set(load.used_pages)
         self._cached_pages.labels(*labels).set(load.cached_pages)
         self._pages.labels(*labels).set(instance.num_pages)
+
+    def count_restart(self, instance: InstanceId, role: Role) -> None:
+        self._restarts.labels(instance, role).inc()
 
     def forget(self, instance: InstanceInfo) -> None:
         """The instance is lost: its gauges leave the page."""

@@ -16,6 +16,8 @@ from narrows.core.ids import InstanceId
 from narrows.core.wire import HandOver, ToCoordinator, ToInstance
 from narrows.errors import TransportError
 
+MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of some ten million tokens
+
 _TYPES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
@@ -63,7 +65,8 @@ class Hub(Protocol):
     def send(self, instance: InstanceId, message: ToInstance) -> None: ...
 
     def receive(self) -> list[tuple[InstanceId, ToCoordinator]]:
-        """All that has come, in order per instance; returns at once."""
+        """All that has come, in order per instance; returns at once. Raises TransportError when an instance sends
+        what is no message."""
         ...
 
     def close(self) -> None: ...
@@ -108,13 +111,19 @@ class MemoryChannel:
 
 
 class ZmqHub:
-    """A ROUTER socket. Peers are known by "id/incarnation/part", so that a dead incarnation's words are not heard."""
+    """A ROUTER socket. Peers are known by "id/incarnation/part", so that a dead incarnation's words are not heard.
+
+    An incarnation is a random number that only its own process was told, over a pipe: whoever else connects is not
+    heard either. What does not look like a message is dropped and counted in `refused`.
+    """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str = "127.0.0.1") -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.set_hwm(0)
+        self.refused = 0
         self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
         self._incarnations: dict[InstanceId, str] = {}
 
@@ -139,10 +148,13 @@ class ZmqHub:
     def receive(self) -> list[tuple[InstanceId, ToCoordinator]]:
         messages: list[tuple[InstanceId, ToCoordinator]] = []
         while self.socket.poll(0):
-            sender, frame = self.socket.recv_multipart()
-            name, incarnation, _part = sender.decode().split("/")
-            if self._incarnations.get(InstanceId(name)) == incarnation:
-                messages.append((InstanceId(name), decode(frame)))  # type: ignore[arg-type]
+            frames = self.socket.recv_multipart()
+            name, incarnation, _part = (*frames[0].decode(errors="replace").split("/"), "", "", "")[:3]
+            known = self._incarnations.get(InstanceId(name))
+            if known is None or known != incarnation or len(frames) != 2:
+                self.refused += 1
+                continue
+            messages.append((InstanceId(name), decode(frames[1])))  # type: ignore[arg-type]
         return messages
 
     def close(self) -> None:

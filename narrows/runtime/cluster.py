@@ -1,10 +1,15 @@
 """A cluster on this machine behind the Client contract: one thread drives coordinator, control channel and launcher."""
 
+import contextlib
+import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from typing import TypeVar
 
 import zmq
 
@@ -13,13 +18,13 @@ from narrows.core.clock import Clock, MonotonicClock
 from narrows.core.events import Event
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason, Request
-from narrows.core.wire import Ready, Refused, Shutdown
-from narrows.errors import NarrowsError, Unavailable
+from narrows.core.wire import Prefill, Ready, Refused, Shutdown
+from narrows.errors import NarrowsError, RequestError, TransportError, Unavailable
 from narrows.metrics.export import PrometheusExporter
 from narrows.models.catalog import MODELS, resolve
 from narrows.models.gguf.cache import Progress
 from narrows.models.spec import read_spec
-from narrows.runtime.channel import ZmqHub
+from narrows.runtime.channel import ZmqHub, decode, encode
 from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status
 from narrows.runtime.coordinator import Coordinator
 from narrows.runtime.launch_local import Launcher, Worker
@@ -28,8 +33,11 @@ from narrows.sched.least_batch import LeastBatch
 
 TURN_MS = 200  # how often deaths and silence are looked for when nothing comes
 CLOSE_TIMEOUT_S = 5.0
+RESTART_WINDOW_S = 600.0  # restarts are counted within it
+_log = logging.getLogger(__name__)
 
 Observer = Callable[[Event], None]
+T = TypeVar("T")
 
 
 def open_cluster(
@@ -84,10 +92,11 @@ class LocalCluster:
         self._wake_in.connect("inproc://wake")
         self._launcher = Launcher(config, model, self._hub.address)
         self._workers: dict[InstanceId, Worker] = {}
-        self._restarts: dict[InstanceId, int] = {}
+        self._restarts: dict[InstanceId, list[float]] = defaultdict(list)  # when
         self._changed = threading.Condition(self._lock)  # readiness, failure, closing
-        self._failure = ""  # the cluster can not serve any more
+        self.failure = ""  # why the cluster can not serve any more, once it can not
         self._closing = False
+        self._turned_s = self._clock.now()
         for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
             for i in range(count):
                 self._launch(InstanceId(f"{role}-{i}"), role)
@@ -100,16 +109,21 @@ class LocalCluster:
         if request.params.seed is None:
             seed = self._random.getrandbits(63)
             request = replace(request, params=replace(request.params, seed=seed))
+        try:
+            decode(encode(Prefill(request)))
+        except (TransportError, TypeError, ValueError, OverflowError) as error:
+            raise RequestError("request", f"can not be sent to an instance: {error}") from error
         with self._lock:
-            if self._closing or self._failure:
-                raise Unavailable(self._failure or "the server is shutting down")
-            self._coordinator.submit(request, sink, self._clock.now())
+            if self._closing or self.failure:
+                raise Unavailable(self.failure or "the server is shutting down")
+            self._coordinator.submit(request, partial(_guarded, sink), self._clock.now())
             self._wake()
 
     def abort(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
-            self._coordinator.abort(request, self._clock.now(), reason)
-            self._wake()
+            if not self._closing:
+                self._coordinator.abort(request, self._clock.now(), reason)
+                self._wake()
 
     def status(self) -> Status:
         with self._lock:
@@ -124,12 +138,12 @@ class LocalCluster:
                     waiting=members[name].load.waiting if name in members else 0,
                     used_pages=members[name].load.used_pages if name in members else 0,
                     num_pages=views[name].num_pages if name in members else 0,
-                    restarts=self._restarts.get(name, 0),
+                    restarts=len(self._restarts[name]),
                 )
                 for name, worker in sorted(self._workers.items())
             )
             missing = [role for role in Role if not self._coordinator.has(role)]
-            reason = self._failure or ("no " + " and no ".join(missing) + " instance is ready" if missing else "")
+            reason = self.failure or ("no " + " and no ".join(missing) + " instance is ready" if missing else "")
             return Status(not reason and not self._closing, self._coordinator.num_queued, instances, reason)
 
     def metrics(self) -> str:
@@ -159,10 +173,10 @@ class LocalCluster:
         """Return when every instance has started. Raises StartFailed with an instance's own words, or Unavailable."""
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self._failure or self._closing or all(w.ready for w in self._workers.values()), timeout_s
+                lambda: self.failure or self._closing or all(w.ready for w in self._workers.values()), timeout_s
             )
-            if self._failure:
-                raise StartFailed(self._failure)
+            if self.failure:
+                raise StartFailed(self.failure)
             if not done or self._closing:
                 late = ", ".join(name for name, worker in self._workers.items() if not worker.ready)
                 raise Unavailable(f"not ready after {timeout_s:.0f} s: {late}")
@@ -181,16 +195,31 @@ class LocalCluster:
         while True:
             poller.poll(TURN_MS)
             with self._lock:
-                while self._wake_out.poll(0):
-                    self._wake_out.recv()
-                self._receive()
-                self._look_after_workers()
-                self._send()
-                if self._closing:
+                try:
+                    self._turn()
+                except Exception as error:  # a bug: every caller must hear of it, and none may wait for ever
+                    _log.exception("the cluster's thread failed")
+                    self._fail(f"the coordinator failed: {error}")
+                if self._closing or self.failure:
                     break
         for name in self._workers:
             self._hub.send(name, Shutdown())
         self._launcher.stop(list(self._workers.values()), CLOSE_TIMEOUT_S)
+
+    def _turn(self) -> None:
+        while self._wake_out.poll(0):
+            self._wake_out.recv()
+        self._receive()
+        self._look_after_workers()
+        while self._coordinator.outbox:
+            self._hub.send(*self._coordinator.outbox.popleft())
+
+    def _fail(self, reason: str) -> None:
+        """Nothing can be served any more: say so to everybody, once."""
+        _log.error("%s", reason)
+        self.failure = reason
+        self._coordinator.fail_all(reason, self._clock.now())
+        self._changed.notify_all()
 
     def _receive(self) -> None:
         for name, message in self._hub.receive():
@@ -200,12 +229,17 @@ class LocalCluster:
                 worker.error = message.error
             elif isinstance(message, Ready):
                 worker.ready = True
+                _log.info("%s is ready, process %d", name, worker.process.pid)
                 self._changed.notify_all()
             self._coordinator.receive(name, message, now_s)
 
     def _look_after_workers(self) -> None:
         now_s = self._clock.now()
+        away_s = now_s - self._turned_s - TURN_MS / 1000
+        self._turned_s = now_s
         for worker in list(self._workers.values()):
+            if away_s > 1.0:  # this thread could not listen: stopped, or starved
+                worker.heard_s += away_s
             code = worker.process.poll()
             if code is None and worker.ready and now_s - worker.heard_s > self._config.silence_s:
                 worker.process.kill()
@@ -223,30 +257,38 @@ class LocalCluster:
         if (member := self._coordinator.members().get(worker.name)) is not None:
             self._exporter.forget(member.info)
         self._coordinator.instance_lost(worker.name, reason, now_s)
-        restarts = self._restarts.get(worker.name, 0)
-        never_ready = restarts == 0 and not worker.ready
-        if not never_ready and restarts < self._config.max_restarts:
-            self._restarts[worker.name] = restarts + 1
+        never_ready = not worker.ready and not self._restarts[worker.name]
+        recent = [at for at in self._restarts[worker.name] if now_s - at < RESTART_WINDOW_S]
+        if not never_ready and len(recent) < self._config.max_restarts:
+            _log.warning("%s was lost (%s); starting it again", worker.name, reason)
+            self._restarts[worker.name] = [*recent, now_s]
+            self._exporter.count_restart(worker.name, worker.role)
             self._launch(worker.name, worker.role)
             return
         del self._workers[worker.name]
         if never_ready or not any(w.role is worker.role for w in self._workers.values()):
-            self._failure = f"{worker.name} can not serve: {reason}"
-            self._coordinator.fail_all(self._failure, now_s)
-        self._changed.notify_all()
+            self._fail(f"{worker.name} can not serve: {reason}")
+        else:
+            _log.error("%s was lost (%s) and is not started again: %d times", worker.name, reason, len(recent))
 
     def _launch(self, name: InstanceId, role: Role) -> None:
         worker = self._launcher.start(name, role, self._clock.now())
         self._workers[name] = worker
         self._hub.expect(name, worker.incarnation)
 
-    def _send(self) -> None:
-        while self._coordinator.outbox:
-            self._hub.send(*self._coordinator.outbox.popleft())
-
     def _wake(self) -> None:
-        self._wake_in.send(b"")  # under the lock: one thread at a time
+        # Under the lock, so one thread at a time. The thread that reads needs the lock: never wait for it here.
+        with contextlib.suppress(zmq.Again):
+            self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _observe(self, event: Event) -> None:
         for observer in self._observers:
-            observer(event)
+            _guarded(observer, event)
+
+
+def _guarded(listener: Callable[[T], None], news: T) -> None:
+    """A listener that fails must not take the cluster with it."""
+    try:
+        listener(news)
+    except Exception:
+        _log.exception("a listener failed at %s", type(news).__name__)

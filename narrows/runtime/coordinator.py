@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
-from narrows.core.request import FinishReason, Request
+from narrows.core.request import FinishReason, Request, is_whole
 from narrows.core.topology import InstanceInfo
 from narrows.core.wire import (
     Failed,
@@ -41,7 +41,7 @@ from narrows.runtime.client import Output, Sink
 from narrows.sched.base import Policy
 from narrows.sched.view import ClusterView, Demand, InstanceView
 
-MAX_LOSSES = 3  # how many lost instances or links one request survives
+MAX_LOSSES = 2  # how many lost instances or links one request survives
 
 HoldKey = tuple[str, int]  # request, generation
 
@@ -352,7 +352,7 @@ class Coordinator:
         """Next generation, at the head of the queue, from all tokens known so far."""
         track.losses += lost
         if track.losses > MAX_LOSSES:
-            self._end(track, now_s, FinishReason.ERROR, f"gave up after {MAX_LOSSES} attempts: {error}")
+            self._end(track, now_s, FinishReason.ERROR, f"gave up after {track.losses} attempts: {error}")
             return
         self._emit(EventKind.PREEMPTED, track, now_s)
         self._leave(track)
@@ -408,6 +408,8 @@ def check_prompt(prompt: tuple[int, ...], max_model_len: int, vocab_size: int) -
             "prompt",
             f"has {len(prompt)} tokens; this model takes at most {max_model_len} for prompt and answer together",
         )
+    if not all(map(is_whole, prompt)):
+        raise RequestError("prompt", "has tokens that are not whole numbers; give token ids as Python ints")
     worst = max(prompt, key=lambda token: token if token >= 0 else vocab_size)
     if not 0 <= worst < vocab_size:
         raise RequestError("prompt", f"token {worst} is not in the vocabulary of {vocab_size} tokens")

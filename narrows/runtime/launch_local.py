@@ -52,13 +52,14 @@ class Launcher:
             "name": name,
             "incarnation": incarnation,
             "hub": self.hub,
-            "transport": "shm" if self.config.transport == "auto" else self.config.transport,
+            "transport": self.config.transport_kind,
             "secret": self.secret,
         }
         paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [sys.executable, "-m", "narrows.runtime.worker"],
             stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for the parent, which ends its workers in order
             env={**SPIN_COUNT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         assert process.stdin is not None

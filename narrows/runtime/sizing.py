@@ -35,12 +35,18 @@ def plan_sizes(config: EngineConfig, spec: ModelSpec, *, memory_bytes: int | Non
     pool_bytes = config.kv_cache_memory_bytes or min(
         CONTEXTS * pages_for(max_model_len, config.page_size) * page_bytes, memory_bytes // MEMORY_SHARE
     )
+    num_instances = config.prefill + config.decode
+    if num_instances * pool_bytes > memory_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes: {num_instances} pools of {pool_bytes / 2**30:.1f} GiB are more than the machine's "
+            f"memory ({memory_bytes / 2**30:.1f} GiB); lower it to at most {memory_bytes // num_instances}"
+        )
     num_pages = pool_bytes // page_bytes
     if num_pages < pages_for(max_model_len, config.page_size):
         raise ConfigError(
             f"max_model_len: the KV of {max_model_len} tokens takes {max_model_len * token_bytes / 2**20:.0f} MiB, but "
-            f"an instance's pool has {pool_bytes / 2**20:.0f}; lower max_model_len to at most "
-            f"{num_pages * config.page_size} or raise kv_cache_memory_bytes"
+            f"an instance's pool has {pool_bytes / 2**20:.0f}; lower max_model_len or raise kv_cache_memory_bytes to "
+            f"at least {pages_for(max_model_len, config.page_size) * page_bytes}"
         )
     layout = KVLayout(
         spec.num_layers, spec.num_kv_heads, spec.entry_dim, DTYPE_BYTES[config.dtype], config.page_size, num_pages

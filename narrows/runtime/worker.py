@@ -6,7 +6,6 @@ Standard input stays open as a leash: when the parent dies, by whatever means, i
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -64,7 +63,6 @@ class StoppableChannel:
 
 def main() -> None:
     """Serve until told to stop. Exits 1 after reporting why it could not start or go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

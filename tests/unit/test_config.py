@@ -23,6 +23,15 @@ from narrows.testing.models import tiny_model
         ({"transport": "pigeon"}, "transport: 'pigeon' is not known; use one of auto, shm, tcp"),
         ({"max_model_len": 1}, "max_model_len"),
         ({"silence_s": 0.1}, "silence_s"),
+        ({"prefill": "two"}, "prefill: 'two' has the wrong type; use a whole number"),
+        ({"prefill": True}, "prefill: True has the wrong type; use a whole number"),
+        ({"prefill": 1.5}, "prefill: 1.5 has the wrong type; use a whole number"),
+        ({"link_gbps": "1"}, "link_gbps: '1' has the wrong type; use a number"),
+        ({"checksums": 1}, "checksums: 1 has the wrong type; use true or false"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes: 0 is too small"),
+        ({"page_size": 2**20}, "page_size: 1048576 is too large; use at most 1024"),
+        ({"served_model_name": ""}, "served_model_name: is empty"),
+        ({"checksums": True, "transport": "shm"}, "checksums: shm copies KV without frames"),
     ],
 )
 def test_engine_settings_out_of_range_are_refused(settings: dict[str, object], text: str) -> None:
@@ -33,6 +42,14 @@ def test_engine_settings_out_of_range_are_refused(settings: dict[str, object], t
 def test_server_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="port: 70000"):
         ServerConfig(port=70_000)
+    with pytest.raises(ConfigError, match="api_key: is empty"):
+        ServerConfig(api_key="")
+
+
+def test_auto_transport_is_one_that_can_do_what_is_asked() -> None:
+    assert EngineConfig().transport_kind == "shm"
+    assert EngineConfig(checksums=True).transport_kind == "tcp"
+    assert EngineConfig(transport="tcp").transport_kind == "tcp"
 
 
 @pytest.mark.parametrize(
@@ -40,8 +57,6 @@ def test_server_settings_out_of_range_are_refused() -> None:
     [
         ("max_num_seq = 3", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
         ("xyzzy = 3", "unknown setting 'xyzzy'; known are"),
-        ("prefill = 'two'", "prefill = 'two' has the wrong type"),
-        ("prefill = true", "prefill = True has the wrong type"),
         ("prefill =", "not valid TOML"),
     ],
 )
@@ -53,8 +68,10 @@ def test_a_bad_file_is_refused_by_line_or_name(tmp_path: Path, toml: str, text: 
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_toml(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_toml(tmp_path)
 
 
 def test_command_line_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +102,9 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
     exact = EngineConfig(dtype="float32", page_size=8, max_model_len=100, kv_cache_memory_bytes=512 * 8 * 13)
     assert plan_sizes(exact, spec).layout.num_pages == 13
     short = EngineConfig(dtype="float32", page_size=8, max_model_len=100, kv_cache_memory_bytes=512 * 8 * 12)
-    with pytest.raises(ConfigError, match="lower max_model_len to at most 96"):
+    with pytest.raises(ConfigError, match=f"raise kv_cache_memory_bytes to at least {512 * 8 * 13}"):
         plan_sizes(short, spec)
+    with pytest.raises(ConfigError, match=r"2 pools of 1\.0 GiB are more than"):
+        plan_sizes(EngineConfig(dtype="float32", kv_cache_memory_bytes=2**30), spec, memory_bytes=2**30)
     with pytest.raises(ConfigError, match="more than the 512 positions"):
         plan_sizes(EngineConfig(dtype="float32", max_model_len=513), spec)
