@@ -1,8 +1,10 @@
 """Offline batches: `LLM(...).generate(prompts, SamplingParams(...))`, over the same processes that serve."""
 
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -96,12 +98,18 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
         """One completion per prompt (text or token ids), in order. `params`: one for all, or one each."""
-        batch: list[Prompt]
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            batch = [prompts]  # type: ignore[list-item]
-        else:
-            batch = list(prompts)  # type: ignore[arg-type]
-        return self._run([tuple(self.tokenizer.encode(p) if isinstance(p, str) else p) for p in batch], params)
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        batch = [prompts] if one else prompts
+        return self._run([self._tokens(prompt) for prompt in batch], params)  # type: ignore[arg-type]
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids; other libraries' integers become Python's, what is none is refused."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        try:
+            return tuple(map(operator.index, prompt))
+        except TypeError as error:
+            raise RequestError("prompt", f"is neither text nor a sequence of token ids: {error}") from error
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | Sequence[SamplingParams] | None = None

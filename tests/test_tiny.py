@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from narrows.attention.base import PagedAttention
 from narrows.config import EngineConfig
 from narrows.core.events import EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
@@ -17,7 +20,7 @@ from narrows.testing.cluster import MemoryCluster
 from narrows.testing.driver import Driver
 from narrows.testing.faults import Faults, FaultyTransport
 from narrows.testing.models import tiny_model
-from narrows.transfer.base import Arrived, Transport, TransportEvent
+from narrows.transfer.base import Arrived, PeerName, Post, PostId, Transport, TransportEvent
 
 CONFIG = EngineConfig(
     dtype="float32",
@@ -158,6 +161,24 @@ def test_an_abort_in_any_state_gives_every_page_back(cluster: MemoryCluster, aft
     assert_nothing_is_held(cluster)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 7, 32, 128])
+def test_chunks_and_prefixes_change_no_bit_in_bfloat16(folder: Path, chunk: int) -> None:
+    """With the fast kernels: a prompt's logprobs are the same bits whole, in chunks and behind a cached prefix."""
+    config = replace(CONFIG, dtype="bfloat16", kernels="auto", max_num_batched_tokens=chunk)
+    params = replace(GREEDY, max_tokens=1, logprobs=5)
+    first = Request(RequestId("first"), prompt(3, 57), params)
+    with (
+        MemoryCluster(config, folder) as chunked,
+        MemoryCluster(replace(config, max_num_batched_tokens=128), folder) as whole,
+    ):
+        for cluster in (whole, chunked):
+            for name in ("first", "cached"):  # the second has one token left to compute
+                cluster.generate([replace(first, id=RequestId(name))])
+        want = whole.outputs["first"][0].tokens
+        assert [c.outputs[n][0].tokens for c in (whole, chunked) for n in ("first", "cached")] == [want] * 4
+        assert whole.outputs["cached"][0].cached_tokens == chunked.outputs["cached"][0].cached_tokens == 56
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_bad_luck_on_the_link_changes_no_token(folder: Path, cluster: MemoryCluster, seed: int) -> None:
     """Events late and out of order, some posts lost: what does not arrive is computed again."""
@@ -195,6 +216,55 @@ def test_a_damaged_hand_over_is_not_answered_from(folder: Path, cluster: MemoryC
         assert "damaged" in (broken.outputs["r0"][-1].error or "")
         assert broken.tokens("r0") == expected(folder, request)[: len(broken.tokens("r0"))]
         assert_nothing_is_held(broken)
+
+
+def test_each_layer_is_posted_before_the_next_is_computed(folder: Path, cluster: MemoryCluster) -> None:
+    log: list[tuple[str, int]] = []
+
+    class Watched(FaultyTransport):
+        def post(self, peer: PeerName, post: Post) -> PostId:
+            log.append(("post", post.tag.layer))
+            return super().post(peer, post)
+
+    class Attention(PagedAttention):
+        def attend(self, layer: int, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            log.append(("attend", layer))
+            return super().attend(layer, *arguments, **more)
+
+    def wrap(name: InstanceId, transport: Transport) -> Transport:
+        return Watched(transport, Faults(), 0) if name.startswith("prefill") else transport
+
+    model, _ = cluster.loaded
+    loaded = model, Attention(ReferenceKernels())
+    with MemoryCluster(replace(CONFIG, max_num_batched_tokens=16), folder, loaded=loaded, wrap=wrap) as watched:
+        watched.generate([replace(requests(50)[0], params=replace(GREEDY, max_tokens=2))])
+    start = log.index(("post", 0))
+    chunk = [("post", 0), ("attend", 0), ("post", 1), ("attend", 1)]
+    # The landing comes while the first of four chunks is computed, so that one is posted as a whole.
+    assert log[start:][:14] == [("post", 0), ("post", 1), *chunk, *chunk, *chunk]
+    assert log.count(("post", 2)) == 1  # the note
+
+
+def test_a_broken_prompt_is_refused_and_not_cached(folder: Path, cluster: MemoryCluster) -> None:
+    """NaN logits at the end of a prompt: an error, and nothing of it is shared with later prompts."""
+    model, attention = cluster.loaded
+    (request,) = requests(50)
+
+    class Broken:
+        spec = model.spec
+
+        def forward(self, *arguments: Any, **more: Any) -> Tensor:
+            return model.forward(*arguments, **more) * (float("nan") if broken else 1.0)
+
+    broken = True
+    with MemoryCluster(CONFIG, folder, loaded=(Broken(), attention)) as unlucky:  # type: ignore[arg-type]
+        unlucky.submit(request)
+        unlucky.run()
+        assert unlucky.ending("r0") is FinishReason.ERROR and "NaN" in (unlucky.outputs["r0"][-1].error or "")
+        assert_nothing_is_held(unlucky)
+        broken = False
+        assert unlucky.generate([replace(request, id=RequestId("again"))]) == [expected(folder, request)]
+        assert measure(unlucky.events)[RequestId("again")].cached_tokens == 0
 
 
 def test_the_books_equal_the_engine_after_every_step(cluster: MemoryCluster) -> None:

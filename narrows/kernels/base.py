@@ -31,6 +31,9 @@ class PagedBatch:
     page_size: int
     max_query: int  # most rows of one request: 1 in a decode step
     max_context: int
+    # Few rows of much context may be summed in another order than many. A prefill step says False, so that a row gets
+    # the same result whether a prompt is computed whole, in chunks or behind a cached prefix.
+    is_decode: bool = True
 
 
 class PackedLinear(Protocol):

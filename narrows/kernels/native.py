@@ -19,6 +19,7 @@ from narrows.kernels.reference import PlainLinear, ReferenceKernels
 
 PANEL = 32  # outputs of a packed panel, as in csrc/linear.c
 MAX_HEAD_DIM = 256  # as in csrc/attend.c
+NARROW_ROWS = 4  # in a decode step a request of at most so many rows is cut along its tokens, not along its rows
 AMX_ROWS = 64  # from here on torch's tile-based product is faster than ours, where the processor has tiles
 
 
@@ -53,7 +54,7 @@ class NativeKernels:
         self._silu_mul = declare(library, "narrows_silu_mul", "ppll")
         self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llf" + "p")
         self._rope_store = declare(library, "narrows_rope_store", "i" + "p" * 9 + "llllf" + "p")
-        self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fl" + "p")
+        self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fll" + "p")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -221,6 +222,7 @@ class NativeKernels:
             head_dim,
             scale,
             window or 0,
+            NARROW_ROWS if batch.is_decode else 0,
             self.crew,
         )
         if status:

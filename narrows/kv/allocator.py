@@ -103,6 +103,12 @@ class PageAllocator:
             assert self._references[page] > 0, f"page {page} is not in use"
             self._kept[page] = True
 
+    def drop(self, pages: Iterable[PageId]) -> None:
+        """The reverse of keep, for pages in use: without references they become free."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is not in use"
+            self._kept[page] = False
+
     def _put_free(self, page: PageId) -> None:
         self._is_free[page] = True
         self._num_plain += 1

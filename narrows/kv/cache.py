@@ -66,6 +66,13 @@ class KVCache:
         if self.reuses_prefixes:
             self.pages.keep(self.prefix.insert(tokens, table.pages))
 
+    def discard(self, table: BlockTable) -> None:
+        """What was committed of this table is not to be trusted: nobody shares it from now on."""
+        known = [page for page in table.pages if page in self.prefix]
+        for page in known:
+            self.prefix.forget(page)
+        self.pages.drop(known)
+
     def release(self, table: BlockTable) -> None:
         """Give the table's pages back and empty it; committed pages stay cached until their room is needed."""
         pages, table.pages, table.num_tokens = table.pages, [], 0

@@ -26,6 +26,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page_of)
 
+    def __contains__(self, page: object) -> bool:
+        return page in self._digest_of
+
     def match(self, tokens: Sequence[int], max_tokens: int | None = None) -> list[PageId]:
         """Pages of the longest known prefix of `tokens`, in order.
 

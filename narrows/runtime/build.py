@@ -1,5 +1,7 @@
 """Puts an instance together: model, pool, cache, phase."""
 
+from secrets import token_bytes
+
 import torch
 
 from narrows.attention.base import PagedAttention
@@ -49,10 +51,10 @@ def build_instance(
     layout = sizes.layout
     region = transport.allocate(layout.total_bytes)
     pool = KVPool(layout, DTYPES[config.dtype], region.buffer)
-    runner = Runner(model, pool, attention, layout.page_size)
+    runner = Runner(model, pool, attention, layout.page_size, is_decode=role is Role.DECODE)
     ending = Ending(model.spec.eos_token_ids, sizes.max_model_len)
     reuse = config.enable_prefix_caching and role is Role.PREFILL
-    cache = KVCache(layout.num_pages, layout.page_size, reuse_prefixes=reuse)
+    cache = KVCache(layout.num_pages, layout.page_size, reuse_prefixes=reuse, salt=token_bytes(16))
     phase: Phase
     if role is Role.PREFILL:
         phase = PrefillPhase(

@@ -13,7 +13,7 @@ import zmq
 
 from narrows.core import wire
 from narrows.core.ids import InstanceId
-from narrows.core.wire import HandOver, ToCoordinator, ToInstance
+from narrows.core.wire import HandOver, Refused, ToCoordinator, ToInstance
 from narrows.errors import TransportError
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of some ten million tokens
@@ -65,8 +65,7 @@ class Hub(Protocol):
     def send(self, instance: InstanceId, message: ToInstance) -> None: ...
 
     def receive(self) -> list[tuple[InstanceId, ToCoordinator]]:
-        """All that has come, in order per instance; returns at once. Raises TransportError when an instance sends
-        what is no message."""
+        """All that has come, in order per instance; returns at once. What is no message counts as Refused."""
         ...
 
     def close(self) -> None: ...
@@ -154,7 +153,11 @@ class ZmqHub:
             if known is None or known != incarnation or len(frames) != 2:
                 self.refused += 1
                 continue
-            messages.append((InstanceId(name), decode(frames[1])))  # type: ignore[arg-type]
+            try:
+                message = decode(frames[1])
+            except TransportError as error:
+                message = Refused(f"it sent {error}")
+            messages.append((InstanceId(name), message))  # type: ignore[arg-type]
         return messages
 
     def close(self) -> None:

@@ -227,6 +227,7 @@ class LocalCluster:
             worker.heard_s = now_s
             if isinstance(message, Refused):
                 worker.error = message.error
+                worker.process.terminate()  # if it does not end by itself
             elif isinstance(message, Ready):
                 worker.ready = True
                 _log.info("%s is ready, process %d", name, worker.process.pid)

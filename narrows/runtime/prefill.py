@@ -202,6 +202,8 @@ class PrefillPhase:
             if isinstance(choice, Choice):
                 self._hand_over(job, choice)
             else:
+                assert job.table is not None
+                self._cache.discard(job.table)
                 self._fail(job, choice, retry=False)
 
     # ---- pushing

@@ -31,11 +31,14 @@ class Rows:
 class Runner:
     """Holds what a step needs and no request's state. Every row's KV is stored in the pool."""
 
-    def __init__(self, model: Model, pool: KVPool, attention: AttentionBackend, page_size: int) -> None:
+    def __init__(
+        self, model: Model, pool: KVPool, attention: AttentionBackend, page_size: int, *, is_decode: bool
+    ) -> None:
         self.model = model
         self._pool = pool
         self._attention = attention
         self._page_size = page_size
+        self._is_decode = is_decode
 
     def run(self, rows: Sequence[Rows], on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Logits [n, V] float32 of the n requests that want them, in order."""
@@ -66,4 +69,5 @@ class Runner:
             page_size=self._page_size,
             max_query=max(len(r.tokens) for r in rows),
             max_context=max(lengths),
+            is_decode=self._is_decode,
         )

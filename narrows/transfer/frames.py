@@ -135,7 +135,10 @@ def parse_head(data: memoryview) -> Frame | None:
         return None
     if zlib.crc32(data[HEAD_BYTES:end], zlib.crc32(data[: HEAD_BYTES - _CRC_BYTES])) != head.head_crc:
         raise TransportError("the peer sent a frame head with a wrong checksum")
-    request = str(data[HEAD_BYTES:rows_at], "utf-8")
+    try:
+        request = str(data[HEAD_BYTES:rows_at], "utf-8")
+    except UnicodeDecodeError as error:
+        raise TransportError("the peer sent a request name that is not UTF-8") from error
     return Frame(head, Tag(request, head.generation, head.layer), bytes(data[rows_at:end]))
 
 

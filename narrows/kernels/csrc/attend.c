@@ -9,7 +9,6 @@
 #define KEYS 64          /* tokens of a packed block */
 #define CHUNK 256        /* tokens of a part, a multiple of KEYS */
 #define TILE_ROWS 48     /* rows that share a pass over packed keys */
-#define NARROW_ROWS 4    /* a request of at most this many rows is cut along its tokens */
 #define SCRATCH_BYTES (64L << 20)
 
 #if defined(NARROWS_AVX512)
@@ -39,6 +38,7 @@ typedef struct {
     float scale, scale2; /* of the scores, and the same for powers of two */
     float lowest;        /* a score so far below the peak weighs nothing */
     long window;         /* 0: none */
+    long narrow_rows;    /* a request of at most this many rows is cut along its tokens */
 
     long heads_at_once; /* KV heads of a wide request that are packed together */
     void *scratch;
@@ -52,7 +52,7 @@ static long begin_of(const attend_call *c, long end) { return c->window && end >
 
 static long rows_of(const attend_call *c, long r) { return c->query_start[r + 1] - c->query_start[r]; }
 
-static int is_wide(const attend_call *c, long r) { return rows_of(c, r) > NARROW_ROWS; }
+static int is_wide(const attend_call *c, long r) { return rows_of(c, r) > c->narrow_rows; }
 
 static long part_floats(const attend_call *c, long rows) {
     return (rows * c->num_heads * (c->head_dim + LANES + 1) + 15) / 16 * 16;
@@ -104,9 +104,9 @@ MULTIPLY
 int narrows_attend(int is_bf16, void *out, float *lse, const void *query, const void *entries, const int32_t *query_start,
                    const int32_t *context_len, const int32_t *page_table, long num_requests, long table_stride,
                    long page_size, long num_heads, long num_kv_heads, long head_dim, float scale, long window,
-                   crew *crew) {
+                   long narrow_rows, crew *crew) {
     attend_call c = {out, lse, query, entries, query_start, context_len, page_table, num_requests, table_stride, page_size,
-                     num_heads, num_kv_heads, head_dim, scale, scale * LOG2E, -125.5f / (scale * LOG2E), window};
+                     num_heads, num_kv_heads, head_dim, scale, scale * LOG2E, -125.5f / (scale * LOG2E), window, narrow_rows};
     const size_t block = (size_t)(head_dim * 2 * KEYS) * (is_bf16 ? 2 : 4);
     size_t scratch = block * (size_t)crew_size(crew), parts = 0;
     long work = 0;
