@@ -11,12 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "narrows"
 
 # A layer is the first entry whose modules (or packages) contain a module, hence parts of a package stand before it.
-# core and errors may be imported by all.
+# core and errors may be imported by all, cache by those that keep something between runs.
 KV_INTEGERS = ("kv.layout", "kv.allocator", "kv.prefix", "kv.table", "kv.cache")
 DECIDING = ("core", *KV_INTEGERS, "sched", "transfer.plan", "metrics", "profile")
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
     "errors": (),
+    "cache": (),
     **dict.fromkeys(KV_INTEGERS, KV_INTEGERS),
     "kv": ("kv",),
     "sched": ("sched", *KV_INTEGERS),
@@ -25,11 +26,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "profile.measuring": ("profile", "kv", "runtime"),
     "profile": ("profile", *KV_INTEGERS),
     "sim": ("sim", *DECIDING),
-    "kernels": ("kernels",),
+    "kernels": ("kernels", "cache"),
     "attention": ("attention", "kv.layout", "kernels"),
     "select": ("select", "kv.layout", "kernels"),
     "parallel": ("parallel", "kernels"),
-    "models": ("models", "attention", "select", "parallel", "kernels"),
+    "models": ("models", "attention", "select", "parallel", "kernels", "cache"),
     "transfer": ("transfer", "kv.layout"),
     "runtime.client": (),
     "runtime": (
@@ -42,7 +43,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # What starts, checks and shows the rest may import anything.
 TOP = ("cli", "__main__", "launch", "llm", "bench", "testing", "demo", "")
 
-WITHOUT_TORCH = (*DECIDING, "errors", "sim", "runtime.client", "runtime.stopping", "server", "config")
+WITHOUT_TORCH = (
+    *(*DECIDING, "errors", "cache", "sim", "runtime.client", "runtime.stopping", "server", "config"),
+    *("kernels.build", "models.catalog"),
+)
 
 
 def contains(layer: str, module: str) -> bool:
@@ -124,6 +128,9 @@ def test_no_import_outside_the_table(module: str) -> None:
         ("runtime.client", "from narrows.runtime.sampler import sample", ["runtime.sampler"]),
         ("transfer.plan", "from narrows.transfer.base import Copy", ["transfer.base"]),
         ("kernels.base", "from narrows.core.ids import PageId", []),
+        ("kernels.base", "from narrows.models.fields import Fields", ["models.fields"]),
+        ("kernels.build", "from narrows.cache import make_once", []),
+        ("server.app", "from narrows.cache import make_once", ["cache"]),
         ("kv.pool", "from narrows.kv.layout import KVLayout\nimport torch", []),
         ("server.app", "from narrows import __version__", []),
         ("server.app", "from narrows import LLM", [""]),
