@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from narrows.errors import ModelError
 from narrows.kernels.reference import ReferenceKernels
 from narrows.models.catalog import resolve
+from narrows.models.gguf.cache import cached_folder
 from narrows.models.load import load_model
 from narrows.models.spec import RopeSpec, read_spec
 from narrows.testing.driver import Driver
@@ -227,7 +228,7 @@ def test_refused_by_name(tmp_path: Path, cache: Path, case: str) -> None:
         resolve(path)
     for word in ["refused.gguf", *named]:
         assert word in str(caught.value)
-    assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
+    assert list((cache / "models").iterdir()) == []
 
 
 def test_truncated_files(tmp_path: Path, cache: Path) -> None:
@@ -241,7 +242,7 @@ def test_truncated_files(tmp_path: Path, cache: Path) -> None:
     cut.write_bytes(b"PK\x03\x04" + whole[4:])
     with pytest.raises(ModelError, match=r"cut\.gguf is truncated or no GGUF file"):
         resolve(cut)
-    assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
+    assert list((cache / "models").iterdir()) == []
 
 
 def test_conversion_happens_once_and_anew_for_a_changed_file(tmp_path: Path) -> None:
@@ -256,6 +257,50 @@ def test_conversion_happens_once_and_anew_for_a_changed_file(tmp_path: Path) -> 
     second = resolve(path)
     assert second != first
     assert not torch.equal(logits(first), logits(second))
+
+
+def test_another_file_of_the_same_name_size_and_time(tmp_path: Path) -> None:
+    """Beside the first, and in its place."""
+    folders = []
+    for seed, name in [(0, "one"), (1, "two"), (1, "one")]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        source = tiny_model(tmp_path / f"source-{seed}-{name}", rope_scaling=None, seed=seed)
+        path = write_gguf(tmp_path / name / "m.gguf", source)
+        os.utime(path, ns=(0, 0))
+        folders.append((resolve(path), source))
+    assert len({folder for folder, _ in folders}) == 3
+    for folder, source in folders:
+        assert torch.equal(logits(folder), logits(source))
+
+
+def test_any_part_of_a_large_file_tells_it_apart(tmp_path: Path) -> None:
+    """Bytes of the metadata, of the last tensor and, of the rest, within any run as long as the gaps of the samples."""
+    path, size = tmp_path / "large.gguf", 40 * 2**20
+    path.touch()
+    os.truncate(path, size)
+
+    def changed(start: int, end: int) -> Path:
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(b"x" * (end - start))
+        os.utime(path, ns=(0, 0))
+        folder = cached_folder(path)
+        os.truncate(path, 0)
+        os.truncate(path, size)
+        return folder
+
+    same = changed(0, 0)
+    assert changed(0, 0) == same
+    gap = (size - 8 * 2**20) // 4
+    runs = [(0, 1), (2**20, 2**20 + 1), (8 * 2**20 - 1, 8 * 2**20), (size - 1, size)]
+    runs += [(start, start + gap) for start in range(8 * 2**20, size - gap + 1, gap)]
+    assert len({same, *(changed(*run) for run in runs)}) == 1 + len(runs)
+
+
+def test_a_long_name(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "source", rope_scaling=None)
+    path = write_gguf(tmp_path / ("é" * 120 + ".gguf"), source)
+    assert (resolve(path) / "model.safetensors").is_file()
 
 
 def test_several_at_once_convert_once(tmp_path: Path) -> None:
@@ -279,18 +324,19 @@ def test_several_at_once_convert_once(tmp_path: Path) -> None:
 def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "source", rope_scaling=None))
     folder = resolve(path)
-    partial = folder.rename(folder.with_name(folder.name + ".partial"))
+    (cache / "models" / f"{folder.name}.lock").touch()
+    partial = folder.rename(folder.with_name(folder.name + ".ab12_xyz.partial"))
     (partial / "model.safetensors").write_bytes(b"half")
     assert resolve(path) == folder
-    assert not partial.exists()
+    assert list((cache / "models").iterdir()) == [folder]
     assert logits(folder).isfinite().all()
 
 
-def test_cache_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("root", ["/dev/null", "/proc/none"])
+def test_cache_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "source", rope_scaling=None))
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("NARROWS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="set NARROWS_CACHE"):
+    monkeypatch.setenv("NARROWS_CACHE", root)
+    with pytest.raises(ModelError, match=rf"m\.gguf .*cache folder {root}/models: .*set NARROWS_CACHE to a folder"):
         resolve(path)
 
 
