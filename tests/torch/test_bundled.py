@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,12 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from narrows.kernels import load as load_kernels
-from narrows.kernels.base import Kernels
+from narrows import LLM, SamplingParams
 from narrows.models.catalog import resolve
-from narrows.models.layers.decoder import Model
-from narrows.models.load import load_model
-from narrows.testing.driver import Driver
 
 NAME = "smollm2-135m"
 NUM_TOKENS = 64
@@ -27,14 +24,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(resolve(NAME) / "tokenizer.json"))
 
 
-@cache
-def kernels() -> Kernels:
-    return load_kernels("native")
-
-
-@cache
-def ours() -> Model:
-    return load_model(NAME, torch.float32, kernels())
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(NAME, dtype="float32") as one:
+        yield one
 
 
 @cache
@@ -66,11 +59,12 @@ PROMPTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # transformers and ours over 4,000 tokens in float32, on two cores
 @pytest.mark.parametrize("name", PROMPTS)
-def test_greedy_output_equals_transformers(name: str) -> None:
+def test_greedy_output_equals_transformers(name: str, llm: LLM) -> None:
+    """Over the whole path: prefill and decode in two processes, the KV crossing between them."""
     prompt = tokenizer().encode(PROMPTS[name]()).ids
     assert (len(prompt) >= 4000) == (name == "long")
-    driver = Driver(ours(), kernels(), max_tokens=len(prompt) + NUM_TOKENS)
-    output = driver.greedy(prompt, NUM_TOKENS, chunk=512)
+    (answer,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
+    output = list(answer.token_ids)
     ids = torch.tensor([prompt])
     expected = theirs().generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=-1
