@@ -29,8 +29,10 @@ from narrows.errors import ConfigError
 from narrows.launch import console, started
 from narrows.llm import LLM
 from narrows.metrics.definitions import RequestMetrics, measure
+from narrows.kernels import load as load_kernels
 from narrows.models.catalog import resolve
 from narrows.models.spec import ModelSpec, read_spec
+from narrows.runtime.build import DTYPES
 from narrows.runtime.sizing import DTYPE_BYTES
 from narrows.server.serve import bind
 from narrows.testing.cluster import MemoryCluster
@@ -202,7 +204,8 @@ def _handover(bench: Bench) -> list[Row]:
 
         def one_process() -> float:
             inside.events.clear()
-            inside.generate([Request(RequestId(f"r{time.monotonic_ns()}"), tuple(prompt), params)])
+            with workers_threads(bench.config):
+                inside.generate([Request(RequestId(f"r{time.monotonic_ns()}"), tuple(prompt), params)])
             done = next(e.time_s for e in inside.events if e.kind is EventKind.HANDOVER_DONE)
             return max(e.time_s for e in inside.events if e.kind is EventKind.TOKEN) - done
 
@@ -212,6 +215,18 @@ def _handover(bench: Bench) -> list[Row]:
 
         ours, reference = bench.in_turn(two_processes, one_process)
     return [Row("handover-decode", ours, reference, reference / ours, "s", None, 0.95, "one process")]
+
+
+@contextlib.contextmanager
+def workers_threads(config: EngineConfig) -> Iterator[None]:
+    """Torch's threads as a worker process has them: one, where the kernels bring their own."""
+    before = torch.get_num_threads()
+    if not load_kernels(config.kernels).relies_on_torch(DTYPES[config.dtype]):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _ready(bench: Bench) -> list[Row]:

@@ -26,7 +26,6 @@ FLAGS = (
     "--page-size=8",
     "--max-num-seqs=2",
     "--max-num-batched-tokens=64",
-    "--transport=tcp",
 )
 
 

@@ -133,8 +133,9 @@ def test_broken_json_and_a_huge_body_are_refused_and_service_goes_on(server: Ser
     assert completion(server, "fine").status_code == 200
 
 
-def test_lost_instances_come_back_and_open_requests_are_finished(tiny: Path) -> None:
-    server = start(f"--model={tiny}", *FLAGS)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_lost_instances_come_back_and_open_requests_are_finished(tiny: Path, transport: str) -> None:
+    server = start(f"--model={tiny}", *FLAGS, f"--transport={transport}")
     try:
         want = completion(server, "to be continued", max_tokens=200).json()["choices"][0]["text"]
         for victim in ("0", "1"):  # prefill, then decode
