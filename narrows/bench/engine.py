@@ -26,10 +26,10 @@ from narrows.core.ids import RequestId
 from narrows.core.request import Request, SamplingParams
 from narrows.demo import long_prompt
 from narrows.errors import ConfigError
+from narrows.kernels import load as load_kernels
 from narrows.launch import console, started
 from narrows.llm import LLM
 from narrows.metrics.definitions import RequestMetrics, measure
-from narrows.kernels import load as load_kernels
 from narrows.models.catalog import resolve
 from narrows.models.spec import ModelSpec, read_spec
 from narrows.runtime.build import DTYPES

@@ -20,6 +20,7 @@ from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason, Request
 from narrows.core.wire import Prefill, Ready, Refused, Shutdown
 from narrows.errors import NarrowsError, RequestError, TransportError, Unavailable
+from narrows.kernels.build import prepare
 from narrows.metrics.export import PrometheusExporter
 from narrows.models.catalog import MODELS, resolve
 from narrows.models.gguf.cache import Progress
@@ -41,9 +42,14 @@ T = TypeVar("T")
 
 
 def open_cluster(
-    config: EngineConfig, *, progress: Progress | None = None, observers: Sequence[Observer] = ()
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> "LocalCluster":
-    """Find the model (converting a GGUF file the first time, with `progress`), check the sizes, start the instances.
+    """Find the model (converting a GGUF file the first time, with `progress`), check the sizes, build the kernels (the
+    first time, which `say` announces), start the instances.
 
     Returns while they load: see `wait_ready`. Raises ModelError and ConfigError before anything is started.
     """
@@ -51,6 +57,8 @@ def open_cluster(
     spec = read_spec(folder)
     sizes = plan_sizes(config, spec)
     name = config.served_model_name or (config.model if config.model in MODELS else Path(config.model).resolve().stem)
+    if config.kernels != "reference":
+        prepare(say)  # here, so that not every instance does
     model = ServedModel(name, str(folder), sizes.max_model_len, spec.vocab_size)
     return LocalCluster(config, model, observers=observers)
 

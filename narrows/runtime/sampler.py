@@ -2,7 +2,7 @@
 
 The steps are vLLM's, in its order: min_tokens bans, repetition, frequency and presence penalties, temperature, top-k,
 top-p, min-p, draw. The draw inverts the cumulative distribution, in order of token id, at a number that is a hash of
-(seed, tokens so far): from the same logits a request that is preempted, moved or batched otherwise draws the same tokens.
+(seed, tokens so far): from the same logits a request that is preempted, moved or batched otherwise draws the same.
 
 Legend: B rows, V vocabulary. Rows are worked on in numpy, whose one-row partition, sort and argmax are several times
 quicker than torch's on a CPU.
