@@ -11,7 +11,7 @@ import click
 
 from narrows import __version__
 from narrows.config import EngineConfig, ServerConfig, read_toml
-from narrows.errors import NarrowsError
+from narrows.errors import ConfigError, NarrowsError
 
 F = TypeVar("F", bound=Callable[..., Any])
 START_TIMEOUT_S = 300.0
@@ -34,8 +34,47 @@ class Program(click.Group):
 @click.option("-v", "--verbose", is_flag=True, help="Log what instances do.")
 def main(verbose: bool) -> None:
     """Serve a language model with prefill and decode in separate processes."""
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    # Only our own: libraries that tell of each HTTP request or file would hide what instances do.
+    logging.getLogger("narrows").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _writable(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+    """A file to be written when the work is done: refused before it, when it can not be."""
+    if file is not None:
+        existed = file.exists()
+        try:
+            file.open("a").close()
+            if not existed:
+                file.unlink()
+        except OSError as error:
+            raise click.BadParameter(
+                f"{file} can not be written: {error.strerror}; name a file in a folder that exists and is yours"
+            ) from error
+    return file
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Arguments are bytes: those that are not UTF-8 are no text."""
+    for text in (value,) if isinstance(value, str) else value:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(f"character {error.start} is not valid UTF-8") from error
+    return value
+
+
+def json_option(text: str) -> Callable[[F], F]:
+    return click.option("--json", "json_file", type=click.Path(path_type=Path), callback=_writable, help=text)
+
+
+def rounds_option(default: int) -> Callable[[F], F]:
+    return click.option(
+        "--rounds",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="Interleaved repetitions; medians are shown.",
     )
 
 
@@ -85,15 +124,15 @@ def serve(config_file: Path | None, **given: Any) -> None:
 
 
 @main.command()
-@click.argument("prompt")
+@click.argument("prompt", callback=_text)
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True)
 @click.option("--seed", type=int, default=None, help="Makes sampling repeatable.")
-@click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write answer and timings here.")
+@click.option("--stop", multiple=True, callback=_text, help="Stop before this text; may be given several times.")
+@json_option("Write answer and timings here.")
 @options(EngineConfig)
 def run(
     prompt: str,
@@ -116,13 +155,20 @@ def run(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
     config, _ = build(given, config_file)
-    run_once(config, sys.stdin.read() if prompt == "-" else prompt, params, raw=raw, json_file=json_file)
+    run_once(config, _standard_input() if prompt == "-" else prompt, params, raw=raw, json_file=json_file)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt: standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 @main.command()
 @click.option("--tokens", type=int, default=4000, show_default=True, help="Length of the long prompt.")
-@click.option("--max-tokens", type=int, default=64, show_default=True, help="Longest answer.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Longest answer.")
+@json_option("Write the figures here.")
 @options(EngineConfig)
 def demo(tokens: int, max_tokens: int, json_file: Path | None, config_file: Path | None, **given: Any) -> None:
     """Ask a question about a long real text and show when each token came and what crossed the link."""
@@ -138,8 +184,8 @@ def bench() -> None:
 
 
 @bench.command("transport")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows here.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Interleaved repetitions; medians are shown.")
+@json_option("Write the rows here.")
+@rounds_option(5)
 def bench_transport(json_file: Path | None, rounds: int) -> None:
     """Transports against raw sockets and memcpy; shaping; the wait of urgent traffic."""
     from narrows.bench.results import save
@@ -150,8 +196,8 @@ def bench_transport(json_file: Path | None, rounds: int) -> None:
 
 @bench.command("engine")
 @click.option("--case", "cases", multiple=True, help="Only these cases (default: all).")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Interleaved repetitions; medians are shown.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows here.")
+@rounds_option(3)
+@json_option("Write the rows here.")
 @options(EngineConfig)
 def bench_engine(
     cases: tuple[str, ...], rounds: int, json_file: Path | None, config_file: Path | None, **given: Any

@@ -16,17 +16,14 @@ from narrows.metrics.definitions import measure
 from narrows.server.tokenizer import Tokenizer
 
 QUESTION = "According to the text above, what does the import statement do?"
+MIN_PROMPT = 128  # tokens, for the question and some text before it
 
 
 def demo(config: EngineConfig, *, num_tokens: int, max_tokens: int, json_file: Path | None) -> None:
     """Stream the answer, then print TTFT, TTST, arrival to second token, TBT and the bytes that crossed."""
     events: list[Event] = []
     with started(config, events) as (cluster, tokenizer):
-        room = cluster.model.max_model_len - max_tokens
-        if not 128 <= num_tokens <= room:
-            raise ConfigError(
-                f"tokens: {num_tokens} does not fit; use 128 to {room}, the model's context less the answer"
-            )
+        check_lengths(num_tokens, max_tokens, cluster.model.max_model_len)
         prompt = long_prompt(tokenizer, num_tokens)
         pids = ", ".join(f"{name} is process {pid}" for name, pid in sorted(cluster.pids().items()))
         console.print(
@@ -61,6 +58,26 @@ def demo(config: EngineConfig, *, num_tokens: int, max_tokens: int, json_file: P
     if json_file is not None:
         row = {"text": "".join(text), **values}
         json_file.write_text(json.dumps({"name": "demo", "config": {"tokens": num_tokens}, "results": [row]}, indent=2))
+
+
+def check_lengths(num_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Whether prompt and answer fit the model together. Raises ConfigError naming what to change."""
+    if max_model_len <= MIN_PROMPT:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} tokens are too few for the demo; use at least {MIN_PROMPT + 1}"
+        )
+    most = max_model_len - MIN_PROMPT
+    if not 1 <= max_tokens <= most:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} does not fit; use 1 to {most}, the model's context of {max_model_len} tokens "
+            f"less a prompt of at least {MIN_PROMPT}"
+        )
+    room = max_model_len - max_tokens
+    if not MIN_PROMPT <= num_tokens <= room:
+        raise ConfigError(
+            f"tokens: {num_tokens} does not fit; use {MIN_PROMPT} to {room}, the model's context of {max_model_len} "
+            f"tokens less an answer of {max_tokens}"
+        )
 
 
 def long_prompt(tokenizer: Tokenizer, num_tokens: int) -> tuple[int, ...]:

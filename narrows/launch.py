@@ -43,17 +43,25 @@ def started(
 
 def _open(config: EngineConfig, events: list[Event] | None = None) -> LocalCluster:
     columns = (TextColumn("converting the model, once"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, visible=False)
+    # Where no person watches, and until there is something to show, a bar would leave but an empty line.
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+    task = bar.add_task("", total=None)
 
-        def on_progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
+    def on_progress(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
 
+    try:
         return open_cluster(config, progress=on_progress, observers=[] if events is None else [events.append])
+    finally:
+        bar.stop()
 
 
 def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
-    """Serve until a signal. The port is taken first, so that a port in use costs nothing."""
+    """Serve until a signal, or until the cluster has failed for good: then NarrowsError says why.
+
+    The port is taken first, so that a port in use costs nothing.
+    """
     from narrows.server.generate import Limits
     from narrows.server.serve import bind
     from narrows.server.serve import serve as run_server
@@ -61,18 +69,21 @@ def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
     began = time.monotonic()
     listener = bind(server.host, server.port)
     with started(config, timeout_s=timeout_s) as (cluster, tokenizer):
-        run_server(
+        failure = run_server(
             cluster,
             tokenizer,
             listener,
             api_key=server.api_key,
-            limits=Limits(max_body_bytes=server.max_body_bytes),
+            limits=Limits(max_body_bytes=server.max_body_bytes, max_waiting=config.max_queue),
             on_listening=lambda url: console.print(
                 f"{cluster.model.name} is served at {url}/v1 ({time.monotonic() - began:.1f} s after the start); "
                 "Ctrl-C stops",
                 soft_wrap=True,
             ),
+            until=lambda: cluster.failure,
         )
+    if failure:
+        raise NarrowsError(failure)
 
 
 def answer(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from narrows.bench.machine import ReadProbe
+from narrows.bench.machine import Probe
 from narrows.bench.results import document, show
 from narrows.config import EngineConfig
 from narrows.core.events import Event, EventKind
@@ -137,7 +137,7 @@ class Bench:
         self.config = config
         self.rounds = rounds
         self.folder = resolve(config.model)
-        self.probe = ReadProbe()
+        self.probe = Probe()
         self.spec = read_spec(self.folder)
         from narrows.server.tokenizer import Tokenizer
 
@@ -188,12 +188,15 @@ def _steady(stamps: Sequence[float], batch: int) -> float:
 
 
 def _prefill(bench: Bench) -> list[Row]:
+    peaks = [bench.probe.flop_per_s()]
     with _ours(bench.config) as engine:
         ours, reference = bench.in_turn(
             lambda: engine.run(bench.text, 1, 1)[0].ttft_s or 0.0,
             lambda: bench.reference.times(bench.text, 1, 1)[0],
         )
-    return [Row(f"prefill-{len(bench.text)}", ours, reference, reference / ours, "s", None, 1.3, "transformers")]
+    peaks.append(bench.probe.flop_per_s())
+    ceiling = prefill_flop(bench.spec, len(bench.text)) / max(peaks)
+    return [Row(f"prefill-{len(bench.text)}", ours, reference, reference / ours, "s", ceiling, 1.3, "transformers")]
 
 
 def _handover(bench: Bench) -> list[Row]:
@@ -260,11 +263,25 @@ def time_to_ready(config: EngineConfig) -> float:
         server.wait()
 
 
+def prefill_flop(spec: ModelSpec, num_tokens: int) -> float:
+    """What a prompt must compute, multiplications and additions: every layer's products for every token, attention over
+    the positions before each, the head for one."""
+    products = num_tokens * spec.num_layers * layer_weights(spec) + spec.vocab_size * spec.hidden
+    attention = (
+        spec.num_layers * spec.num_heads * spec.head_dim * num_tokens * (num_tokens + 1)
+    )  # half of the square, twice
+    return 2.0 * (products + attention)
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Elements of one layer's matrices."""
+    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+    return spec.hidden * heads * spec.head_dim + 3 * spec.hidden * spec.intermediate
+
+
 def step_bytes(spec: ModelSpec, dtype: str, kv_tokens: int) -> int:
     """What one decode step must read: every weight once (the head too, the embedding not), and the KV."""
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    layer = spec.hidden * (heads + spec.num_heads) * spec.head_dim + 3 * spec.hidden * spec.intermediate
-    weights = spec.num_layers * layer + spec.vocab_size * spec.hidden
+    weights = spec.num_layers * layer_weights(spec) + spec.vocab_size * spec.hidden
     kv = kv_tokens * spec.num_layers * spec.num_kv_heads * spec.entry_dim
     return (weights + kv) * DTYPE_BYTES[dtype]
 

@@ -53,13 +53,14 @@ def build(extra_flags: Sequence[str] = (), cache: Path | None = None) -> Path:
 def prepare(progress: Callable[[str], None] | None = None) -> None:
     """Compiles the library that `build` returns, so that processes started afterwards find it; blocks until it is done.
 
-    Does nothing when it is there. When it can not be made this is not the place to say so: every process that needs
-    it finds out by itself and warns.
+    `progress` hears of it first. Does nothing when the library is there or the cache can not be written. What else
+    prevents it is not reported here: every process that needs the library meets it too, and warns.
     """
     try:
         command = compile_command()
         library = kernel_cache() / library_name(command)
-        if library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        if library.exists() or not os.access(library.parent, os.W_OK):
             return
         if progress:
             progress("building the CPU kernels, once")

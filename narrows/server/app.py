@@ -8,15 +8,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from narrows import __version__
-from narrows.errors import RequestError
+from narrows.errors import ConfigError, RequestError
 from narrows.runtime.client import Client
 from narrows.server import errors
 from narrows.server.answers import ChatShape, CompletionShape
-from narrows.server.generate import Call, Engine, Limits, check, make_id
+from narrows.server.generate import Call, Engine, Limits, check, check_length, make_id
 from narrows.server.guard import Guard
+from narrows.server.json_body import JsonRoute
 from narrows.server.respond import respond, unless_gone
 from narrows.server.schemas import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,13 +33,17 @@ def create_app(
     """An application that owns neither `client` nor `tokenizer`: closing them is its caller's business.
 
     With `api_key`, every route but /health, /ready, /metrics and /version asks for it. `app.state.engine` is the
-    Engine, whose `close` ends what is open.
+    Engine, whose `close` ends what is open. Raises ConfigError for a key that no client could send.
     """
+    if api_key is not None and (not api_key or api_key != api_key.strip()):
+        what = "begins or ends with white space" if api_key.strip() else "is empty"
+        raise ConfigError(f"api_key: {what}; give another one, or leave it out to serve without")
     limits = limits or Limits()
     engine = Engine(client, tokenizer)
     app = FastAPI(title="Narrows", version=__version__)
     app.state.engine = engine
-    app.add_middleware(Guard, api_key=api_key, max_body_bytes=limits.max_body_bytes)
+    app.router.route_class = JsonRoute
+    app.add_middleware(Guard, api_key=api_key, limits=limits)
     errors.install(app)
     _add_generation(app, engine, limits)
     _add_models(app, client)
@@ -55,7 +59,7 @@ def _add_generation(app: FastAPI, engine: Engine, limits: Limits) -> None:
     async def chat(body: ChatRequest, http: Request) -> Response:
         _check_model(body.model, engine.client)
         params = body.sampling()
-        prompt = await unless_gone(http.receive, _chat_tokens(tokenizer, body))
+        prompt = await unless_gone(http.receive, asyncio.to_thread(_chat_tokens, engine, body))
         call = Call(
             make_id("chatcmpl"),
             (tuple(prompt),),
@@ -73,7 +77,7 @@ def _add_generation(app: FastAPI, engine: Engine, limits: Limits) -> None:
         _check_model(body.model, engine.client)
         params = body.sampling()
         prompts = await unless_gone(
-            http.receive, asyncio.to_thread(_prompt_tokens, tokenizer, body.prompt, body.add_special_tokens)
+            http.receive, asyncio.to_thread(_prompt_tokens, engine, body.prompt, body.add_special_tokens)
         )
         call = Call(
             make_id("cmpl"),
@@ -120,17 +124,19 @@ def _add_tokenization(app: FastAPI, engine: Engine) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         _check_model(body.model, engine.client)
-        ids = await asyncio.to_thread(_tokenize, tokenizer, body)
+        ids, strings = await asyncio.to_thread(_tokenize, engine, body)
         return {
             "count": len(ids),
             "max_model_len": model.max_model_len,
             "tokens": ids,
-            "token_strs": [tokenizer.token(id) for id in ids] if body.return_token_strs else None,
+            "token_strs": strings,
         }
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         _check_model(body.model, engine.client)
+        if len(body.tokens) > model.max_model_len:
+            raise RequestError("tokens", f"{len(body.tokens)} of them; this model has {model.max_model_len} at most")
         if outside := [id for id in body.tokens if not 0 <= id < model.vocab_size]:
             raise RequestError("tokens", f"{outside[0]} is outside the vocabulary (0 to {model.vocab_size - 1})")
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
@@ -138,11 +144,13 @@ def _add_tokenization(app: FastAPI, engine: Engine) -> None:
 
 def _add_operations(app: FastAPI, client: Client) -> None:
     # Plain functions run in a thread: what the client does to answer may block.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Alive: answered as long as the process can answer at all."""
         return {"status": "alive"}
 
+    @app.head("/ready", response_model=None, include_in_schema=False)
     @app.get("/ready", response_model=None)
     def ready() -> Response:
         """Whether a request sent now could be served."""
@@ -166,34 +174,46 @@ def _check_model(name: str | None, client: Client) -> None:
         raise errors.ModelNotFound(f"model {name!r} is not served here; this server has {client.model.name!r}")
 
 
-async def _chat_tokens(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
-    return await asyncio.to_thread(
-        _apply_chat, tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
-    )
+# These run in a thread, since texts may be long.
 
 
-def _apply_chat(
-    tokenizer: Tokenizer, messages: list[ChatMessage], add_generation_prompt: bool, extra: dict[str, Any]
-) -> list[int]:
-    for_template = [message.for_template() for message in messages]
-    return tokenizer.apply_chat(for_template, add_generation_prompt=add_generation_prompt, variables=extra)
+def _chat_tokens(engine: Engine, body: ChatRequest) -> list[int]:
+    tokenizer = engine.tokenizer
+    text = _render(tokenizer, body)
+    check_length(text, tokenizer, engine.client.model, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _prompt_tokens(
-    tokenizer: Tokenizer, prompts: list[str | list[int]], add_special_tokens: bool
+    engine: Engine, prompts: list[str | list[int]], add_special_tokens: bool
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of each prompt; those already given as ids stay as they are."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_length(text, engine.tokenizer, engine.client.model, "prompt")
     return tuple(
-        tuple(tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt) for prompt in prompts
+        tuple(engine.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
+        for prompt in prompts
     )
 
 
-def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+def _tokenize(engine: Engine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Token ids, and how they are written if that is asked for."""
+    tokenizer = engine.tokenizer
     if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        text = tokenizer.render_chat(
-            messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
-        )
-        return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-    assert body.prompt is not None
-    return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        text, name, special = _render(tokenizer, body), "messages", bool(body.add_special_tokens)
+    else:
+        assert body.prompt is not None
+        text, name, special = body.prompt, "prompt", body.add_special_tokens is not False
+    check_length(text, tokenizer, engine.client.model, name)
+    ids = tokenizer.encode(text, special)
+    return ids, [tokenizer.token(id) for id in ids] if body.return_token_strs else None
+
+
+def _render(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> str:
+    """The conversation as the model's template writes it."""
+    return tokenizer.render_chat(
+        [message.for_template() for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )

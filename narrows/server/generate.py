@@ -20,7 +20,10 @@ class Limits:
     """What one HTTP call may ask for."""
 
     max_body_bytes: int = 8 * 2**20
+    max_unread_bytes: int = 64 * 2**20  # of bodies that have not come in whole, over all connections
+    body_timeout_s: float = 30.0  # between two pieces of a body
     max_choices: int = 128  # prompts times n
+    max_waiting: int = 256  # requests that the engine lets wait: more choices than that would never be admitted
     max_stops: int = 64  # stop strings
 
 
@@ -67,17 +70,30 @@ def check(call: Call, model: ServedModel, limits: Limits, prompt_name: str, max_
     if call.num_choices < 1:
         raise RequestError("n", f"{call.num_choices} is not allowed; use a whole number of at least 1")
     num_choices = call.num_choices * len(call.prompts)
-    if num_choices > limits.max_choices:
-        name = "n" if len(call.prompts) == 1 else prompt_name
-        raise RequestError(name, f"asks for {num_choices} choices; {limits.max_choices} at most are allowed")
+    most = min(limits.max_choices, limits.max_waiting)
+    if num_choices > most:
+        name = "n" if call.num_choices > 1 else prompt_name
+        why = "are allowed" if most == limits.max_choices else "may wait at once (max_queue)"
+        raise RequestError(name, f"asks for {num_choices} choices; {most} at most {why}")
     if len(params.stop) > limits.max_stops:
         raise RequestError("stop", f"{len(params.stop)} strings; {limits.max_stops} at most are allowed")
+    for prompt in call.prompts:  # first, since it is quick for any length
+        _check_context(prompt, params, model.max_model_len, prompt_name, max_tokens_name)
     for name, ids in [("stop_token_ids", params.stop_token_ids), *((prompt_name, ids) for ids in call.prompts)]:
         if outside := [id for id in ids if not 0 <= id < model.vocab_size]:
             raise RequestError(name, f"token {outside[0]} is outside the vocabulary (0 to {model.vocab_size - 1})")
-    for prompt in call.prompts:
-        _check_context(prompt, params, model.max_model_len, prompt_name, max_tokens_name)
     return replace(call, params=replace(params, top_k=min(params.top_k, model.vocab_size)))
+
+
+def check_length(text: str, tokenizer: Tokenizer, model: ServedModel, name: str) -> None:
+    """Raises ContextExceeded for a text that can not fit, so that it need not be tokenized to know it."""
+    longest = tokenizer.max_chars_per_token
+    if longest is not None and len(text) > model.max_model_len * longest:
+        raise ContextExceeded(
+            name,
+            f"has {len(text)} characters; at most {model.max_model_len * longest} can fit, since this model takes "
+            f"{model.max_model_len} tokens in all and none of them stands for more than {longest} characters",
+        )
 
 
 def _check_context(

@@ -1,49 +1,63 @@
-"""What every HTTP request passes before the application sees it: the API key and the limit on its body."""
+"""What every HTTP request passes before the application sees it: the API key and the limits on its body."""
 
 import asyncio
 import hmac
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from narrows.server.errors import ClientGone, ErrorResponse, payload
+from narrows.server.generate import Limits
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})  # probes and scrapers carry no key
 _DRAIN_S = 30.0
 
 
-class Guard:
-    """ASGI middleware. Reads the body itself, so that no more than `max_body_bytes` of it is ever kept."""
+class _Refusal(Exception):
+    """The answer instead of the application's. With `drain` the rest of the body is read first."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        code: str,
+        *,
+        type: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+        drain: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.response = ErrorResponse(
+            payload(message, type=type, code=code), status, headers={**(headers or {}), "Connection": "close"}
+        )
+        self.drain = drain
+
+
+class Guard:
+    """ASGI middleware. Reads bodies itself, so that never more of them is kept than `limits` allow."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, limits: Limits) -> None:
         self._app = app
         self._api_key = api_key
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._max_unread = max(limits.max_unread_bytes, limits.max_body_bytes)  # else the largest could never come
+        self._unread = 0  # bytes of bodies that are still coming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            body = payload(
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
-            await _refuse(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"}, scope, receive, send)
-            return
         try:
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(headers)
             content = await self._read(headers, receive)
         except ClientGone:
             return
-        if content is None:
-            body = payload(
-                f"the body is larger than {self._max_body_bytes} bytes, the most this server reads",
-                code="body_too_large",
-            )
-            await _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body, {}, scope, receive, send)
+        except _Refusal as refusal:
+            await _refuse(refusal, headers, receive, send)
             return
 
         pending: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
@@ -53,47 +67,81 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _check_key(self, headers: Headers) -> None:
         if self._api_key is None:
-            return True
+            return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Compared in constant time, so that the time taken tells nothing about the key.
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
+        right = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise _Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body, or None as soon as it is known to be too large."""
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises _Refusal as soon as it is known that it will not be read, ClientGone."""
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_body_bytes:
-            return None
+        if declared.isdecimal() and int(declared) > self._limits.max_body_bytes:
+            raise self._too_large()
         content = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            content += message.get("body", b"")
-            if len(content) > self._max_body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return bytes(content)
+        try:
+            while True:
+                message = await self._next(receive)
+                piece = message.get("body", b"")
+                if len(content) + len(piece) > self._limits.max_body_bytes:
+                    raise self._too_large()
+                if not message.get("more_body", False):
+                    return bytes(content + piece)
+                if self._unread + len(piece) > self._max_unread:
+                    raise _Refusal(
+                        HTTPStatus.SERVICE_UNAVAILABLE,
+                        f"bodies of {self._max_unread} bytes in all are on their way already, the most this server "
+                        "holds; try again later",
+                        "busy_reading",
+                        type="server_error",
+                        headers={"Retry-After": "1"},
+                    )
+                content += piece
+                self._unread += len(piece)
+        finally:
+            self._unread -= len(content)
+
+    async def _next(self, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise _Refusal(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"nothing more of the body came for {self._limits.body_timeout_s:g} seconds",
+                "body_timeout",
+                drain=False,
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    def _too_large(self) -> _Refusal:
+        return _Refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is larger than {self._limits.max_body_bytes} bytes, the most this server reads",
+            "body_too_large",
+        )
 
 
-async def _refuse(
-    status: HTTPStatus,
-    body: Mapping[str, Any],
-    headers: Mapping[str, str],
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-) -> None:
+async def _refuse(refusal: _Refusal, headers: Headers, receive: Receive, send: Send) -> None:
     """Answer, then read on and drop what still comes, for a while.
 
     Closing a socket with unread data resets the connection, and the client, still sending, would lose the answer.
     """
-    response = ErrorResponse(body, status, headers={**headers, "Connection": "close"})
+    response = refusal.response
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     # A client that waits for "100 Continue" sends nothing more after this answer.
-    if "100-continue" not in Headers(scope=scope).get("expect", "").lower():
+    if refusal.drain and "100-continue" not in headers.get("expect", "").lower():
         try:
             async with asyncio.timeout(_DRAIN_S):
                 while (await receive()).get("more_body", False):

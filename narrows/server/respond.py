@@ -59,7 +59,19 @@ async def respond(
 
 
 async def _first(updates: AsyncGenerator[Update, None]) -> Update:
-    return await anext(updates)
+    update = await anext(updates)
+    try:
+        _check_not_cut(update)
+    except Unavailable:
+        await updates.aclose()
+        raise
+    return update
+
+
+def _check_not_cut(update: Update) -> None:
+    """A request that ends in ABORT while its client is there was taken back by the server's end."""
+    if update.piece.finish_reason is FinishReason.ABORT:
+        raise Unavailable("the server is shutting down; the answer was not finished")
 
 
 async def _whole(updates: AsyncGenerator[Update, None], call: Call, shape: Shape, head: Json) -> Json:
@@ -73,8 +85,7 @@ async def _whole(updates: AsyncGenerator[Update, None], call: Call, shape: Shape
             tally.add(update)
             texts[update.index].append(update.piece.text)
             tokens[update.index].extend(update.piece.tokens)
-            if update.piece.finish_reason is FinishReason.ABORT:
-                raise Unavailable("the server is shutting down; the answer was not finished")
+            _check_not_cut(update)
             if update.piece.finish_reason is not None:
                 reasons[update.index] = update.piece.finish_reason
     choices = [
@@ -104,6 +115,7 @@ async def _events(
         update: Update | None = first
         while update is not None:
             tally.add(update)
+            _check_not_cut(update)
             for choice in shape.chunks(update.index, update.piece):
                 yield chunk(choice)
             update = await anext(updates, None)

@@ -4,16 +4,20 @@ Names follow OpenAI's API, extensions follow vLLM's. `null` always means "as if 
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from narrows.core.request import SamplingParams
 from narrows.errors import RequestError
 
 Values = tuple[object, ...]
+
+_INT64 = range(-(2**63), 2**63)
+_MAX_DEPTH = 32  # of chat_template_kwargs
 
 # Fields that are not served, with the values that ask for nothing and are therefore accepted.
 _NOT_SERVED: dict[str, Values] = {
@@ -83,11 +87,53 @@ class Body(BaseModel):
         return kept
 
 
+def _is_text(value: str) -> str:
+    """JSON can carry half of a surrogate pair; nothing else can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "request", "character {at} is half of a surrogate pair, which is not text", {"at": error.start}
+        ) from error
+    return value
+
+
+def _is_int64(value: int) -> int:
+    if not _INT64.start <= value < _INT64.stop:
+        raise PydanticCustomError("request", "is not a 64-bit whole number")
+    return value
+
+
+def _is_plain(value: Any) -> Any:
+    """What a template can be given: numbers and text as above, and not too deep for what walks through it."""
+    waiting = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            raise PydanticCustomError(
+                "request", "is nested more than {depth} deep, the most that is read", {"depth": _MAX_DEPTH}
+            )
+        match item:
+            case str():
+                _is_text(item)
+            case bool():
+                pass
+            case int():
+                _is_int64(item)
+            case float() if not math.isfinite(item):
+                raise PydanticCustomError("request", "has a number beyond 64 bits")
+            case list():
+                waiting += [(inner, depth + 1) for inner in item]
+            case dict():
+                waiting += [(inner, depth + 1) for pair in item.items() for inner in pair]
+    return value
+
+
 def _stops(value: Any) -> Any:
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if isinstance(value, list) and all(isinstance(stop, str) for stop in value):
-        return value
+        return [_is_text(stop) for stop in value]
     raise PydanticCustomError("request", "use a string or a list of strings")
 
 
@@ -102,6 +148,9 @@ def _prompts(value: Any) -> Any:
         )
     if not value or not all(value):
         raise PydanticCustomError("request", "is empty; send at least one character or token")
+    for item in value:
+        if isinstance(item, str):
+            _is_text(item)
     return value
 
 
@@ -120,12 +169,15 @@ def _text(value: Any) -> Any:
     return "\n".join(texts)
 
 
+Int = Annotated[int, AfterValidator(_is_int64)]
+Str = Annotated[str, AfterValidator(_is_text)]
+Variables = Annotated[dict[str, Any], BeforeValidator(_is_plain, json_schema_input_type=dict[str, Any])]
 StopStrings = Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])]
 Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
-Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]])]
+Text = Annotated[Str, BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]])]
 
 
 class StreamOptions(Body):
@@ -137,18 +189,18 @@ class StreamOptions(Body):
 class Generate(Body):
     """What both generating routes take. Ranges are SamplingParams' business."""
 
-    model: str | None = None  # None: the one that is served
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    n: int = 1
+    model: Str | None = None  # None: the one that is served
+    max_tokens: Int | None = None
+    min_tokens: Int = 0
+    n: Int = 1
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: Int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None
+    seed: Int | None = None
     stop: StopStrings = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -156,7 +208,7 @@ class Generate(Body):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # a label of the sender's; it changes nothing
+    user: Str | None = None  # a label of the sender's; it changes nothing
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
@@ -198,9 +250,9 @@ class CompletionRequest(Generate):
     not_served: ClassVar[Mapping[str, Values]] = _NOT_SERVED | {"suffix": ("",)}
 
     prompt: Prompts
-    best_of: int | None = None
+    best_of: Int | None = None
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: Int | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -231,7 +283,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    name: str | None = None
+    name: Str | None = None
 
     def for_template(self) -> dict[str, str]:
         """As chat templates know it: they call OpenAI's developer role system."""
@@ -244,7 +296,7 @@ class Conversation(Body):
 
     messages: list[ChatMessage] = Field(min_length=1)
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
 
 class ChatRequest(Generate, Conversation):
@@ -252,9 +304,9 @@ class ChatRequest(Generate, Conversation):
 
     not_served = _NOT_SERVED_CHAT
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -278,11 +330,11 @@ class ChatRequest(Generate, Conversation):
 class TokenizeRequest(Body):
     """POST /tokenize: of a text, or of a conversation."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Str | None = None
+    prompt: Str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages
     return_token_strs: bool = False
 
@@ -296,5 +348,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
-    model: str | None = None
+    model: Str | None = None
     tokens: list[int]

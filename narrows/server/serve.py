@@ -7,6 +7,7 @@ a second signal cuts at once
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from fastapi import FastAPI
 from narrows.errors import ConfigError
 from narrows.runtime.client import Client
 from narrows.server.app import create_app
+from narrows.server.connection import Connection
 from narrows.server.generate import Engine, Limits
 from narrows.server.tokenizer import Tokenizer
 
 _BACKLOG = 2048
+_WATCH_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,24 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"port: can not listen on {host}:{port}: {error.strerror}; use another --port") from error
+        raise _unusable(host, port, error) from error
     return listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    """Why an address can not be listened on, and which of the two settings mends it."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            return ConfigError(f"port: {port} on {host} is in use by another program; use another --port")
+        case errno.EADDRNOTAVAIL:
+            return ConfigError(
+                f"host: {host} is not an address of this machine; use --host 127.0.0.1 for this machine alone or "
+                "--host 0.0.0.0 for all its addresses"
+            )
+        case errno.EACCES:
+            return ConfigError(f"port: {port} on {host} is not allowed to this user; use a --port from 1024 on")
+        case _:
+            return ConfigError(f"host: can not listen on {host}:{port}: {error.strerror}; use another --host or --port")
 
 
 def url_of(listener: socket.socket) -> str:
@@ -73,14 +92,17 @@ def serve(
     limits: Limits | None = None,
     grace: Grace = Grace(),
     on_listening: Callable[[str], None] | None = None,
-) -> None:
+    until: Callable[[], str] | None = None,
+) -> str:
     """Serve until SIGINT or SIGTERM, then end within grace_s + close_s. Blocks; call it in the main thread.
 
-    `on_listening` hears the address once requests are answered. Closes `listener`, not `client`.
+    `on_listening` hears the address once requests are answered. `until` is asked twice a second, must not block, and
+    ends the serving, as the first signal does, when it gives a reason; that is returned, else "". Closes `listener`,
+    not `client`. Raises ConfigError for an API key that no client could send.
     """
     app = create_app(client, tokenizer, api_key=api_key, limits=limits)
 
-    async def main() -> None:
+    async def main() -> str:
         stop, cut = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
@@ -88,9 +110,22 @@ def serve(
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        watching = asyncio.create_task(_watch(until, stop)) if until else None
         await serve_app(app, listener, stop, cut, grace, on_listening)
+        if watching is None:
+            return ""
+        watching.cancel()
+        return watching.result() if watching.done() else ""
 
-    asyncio.run(main())
+    return asyncio.run(main())
+
+
+async def _watch(until: Callable[[], str], stop: asyncio.Event) -> str:
+    """Set `stop` as soon as `until` gives a reason, which is returned."""
+    while not (reason := until()):
+        await asyncio.sleep(_WATCH_S)
+    stop.set()
+    return reason
 
 
 async def serve_app(
@@ -104,7 +139,8 @@ async def serve_app(
     """Serve `create_app`'s application in a running loop until `stop` is set; `cut` ends the waiting after it."""
     engine: Engine = app.state.engine
     server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"),
+        # No log_config: what it logs goes where all else goes. Connection is built on h11, so that is what is used.
+        uvicorn.Config(app, http=Connection, log_config=None, log_level="warning", access_log=False, lifespan="off"),
         on_started=lambda: on_listening(url_of(listener)) if on_listening else None,
     )
     running = asyncio.create_task(server.serve(sockets=[listener]))

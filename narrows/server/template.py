@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,23 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 Message = Mapping[str, Any]  # at least "role" and "content"
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A template's text and the file that it stands in."""
+
+    text: str
+    file: Path
+
+
 class ChatTemplate:
     """One compiled template. `variables` are the names it always sees, such as bos_token.
 
     `now` is what `strftime_now` in a template reads. Raises ModelError when the source does not compile.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self, source: Source, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -33,9 +44,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source.text)
         except TemplateSyntaxError as error:
-            raise ModelError(f"chat_template, line {error.lineno}: {error.message}") from error
+            raise ModelError(f"{source.file}: chat_template, line {error.lineno}: {error.message}") from error
         self._variables = dict(variables)
 
     def render(
@@ -64,21 +75,36 @@ class ChatTemplate:
         return text
 
 
-def find_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text: chat_template.jinja, else `chat_template` of tokenizer_config.json, else None.
+def find_source(folder: Path, config_file: Path, config: Mapping[str, Any]) -> Source | None:
+    """chat_template.jinja, else `chat_template` of `config`, which is what `config_file` holds, else None.
 
-    A list of named templates gives the one called "default".
+    A list of named templates gives the one called "default". Raises ModelError naming the file.
     """
     file = folder / FILE_NAME
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return Source(read_text(file), file)
     entry = config.get("chat_template")
     if isinstance(entry, list):
-        named = {item["name"]: item["template"] for item in entry}
+        try:
+            named = {item["name"]: item["template"] for item in entry}
+        except (TypeError, KeyError) as error:
+            raise ModelError(f"{config_file}: chat_template must list objects with name and template") from error
         if "default" not in named:
-            raise ModelError(f"{folder}: chat_template has {sorted(named)} but none called 'default'")
-        return str(named["default"])
-    return entry
+            raise ModelError(f"{config_file}: chat_template has {sorted(named)} but none called 'default'")
+        entry = named["default"]
+    if entry is not None and not isinstance(entry, str):
+        raise ModelError(f"{config_file}: chat_template must be text, not {type(entry).__name__}")
+    return None if entry is None else Source(entry, config_file)
+
+
+def read_text(file: Path) -> str:
+    """A file of a model folder. Raises ModelError naming it."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelError(f"{file} is missing; a model folder needs its tokenizer") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} can not be read: {error}") from error
 
 
 class _Generation(Extension):

@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from narrows.errors import ModelError, RequestError
-from narrows.server.template import ChatTemplate, Message, find_source
+from narrows.server.template import ChatTemplate, Message, find_source, read_text
+from narrows.server.token_lengths import max_chars_per_token
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -25,7 +26,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path, now: Callable[[], datetime] = datetime.now) -> None:
         self.folder = Path(folder)
         file = self.folder / "tokenizer.json"
-        source = _read(file)
+        source = read_text(file)
         try:
             self._backend = Backend.from_str(source)
         except Exception as error:  # the library raises plain Exception, and nothing narrower
@@ -34,16 +35,19 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-        config = _read_json(self.folder / "tokenizer_config.json")
+        config_file = self.folder / "tokenizer_config.json"
+        config = _read_json(config_file)
         self.named_tokens = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name)}
-        template = find_source(self.folder, config)
+        template = find_source(self.folder, config_file, config)
         self.chat_template = None if template is None else ChatTemplate(template, self.named_tokens, now)
 
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._added = {id: token.content for id, token in added.items()}
-        decoder = json.loads(source).get("decoder") or {}
+        settings = json.loads(source)
+        self.max_chars_per_token = max_chars_per_token(settings, self._backend.get_vocab())
+        decoder = settings.get("decoder") or {}
         self._decoders = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
 
     @property
@@ -57,7 +61,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also what the model wants around it, such as BOS.
 
-        Special tokens written out in the text become those tokens. Raises RequestError for a string that is no text.
+        Special tokens written out in the text become those tokens. Other threads run meanwhile. Raises RequestError
+        for a string that is no text.
         """
         try:
             text.encode()
@@ -65,7 +70,9 @@ class Tokenizer:
             raise RequestError(
                 "prompt", f"character {error.start} is half of a surrogate pair, which is not text"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, of one: the library's other ways keep Python's lock, and with it every client, for seconds.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -134,20 +141,11 @@ class Tokenizer:
         return id
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ModelError(f"{file} is missing; a model folder needs its tokenizer") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} can not be read: {error}") from error
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        value = json.loads(_read(file))
+        value = json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -81,7 +81,7 @@ def test_prepare_leaves_complaints_to_those_who_need_the_library(
 def test_prepare_without_a_cache_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setenv("CC", str(compiler(tmp_path, WRITE)))
     monkeypatch.setenv("NARROWS_CACHE", folder)
-    build.prepare()
+    build.prepare(pytest.fail)
     assert not (tmp_path / "calls").exists()
 
 
