@@ -90,10 +90,10 @@ class Guard:
         try:
             while True:
                 message = await self._next(receive)
-                piece = message.get("body", b"")
+                piece, more = message.get("body", b""), message.get("more_body", False)
                 if len(content) + len(piece) > self._limits.max_body_bytes:
-                    raise self._too_large()
-                if not message.get("more_body", False):
+                    raise self._too_large(drain=more)
+                if not more:
                     return bytes(content + piece)
                 if self._unread + len(piece) > self._max_unread:
                     raise _Refusal(
@@ -124,11 +124,12 @@ class Guard:
             raise ClientGone
         return message
 
-    def _too_large(self) -> _Refusal:
+    def _too_large(self, *, drain: bool = True) -> _Refusal:
         return _Refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is larger than {self._limits.max_body_bytes} bytes, the most this server reads",
             "body_too_large",
+            drain=drain,
         )
 
 

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from narrows import __version__
+from narrows.errors import ConfigError
 from narrows.runtime.client import ServedModel, Status
+from narrows.server.app import create_app
 from narrows.server.generate import Limits
 from narrows.server.tokenizer import Tokenizer
 from narrows.testing.client import FakeClient
@@ -72,13 +74,14 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("max_tokens", -5, "at least 1"),
         ("max_tokens", "5", "valid integer"),
         ("max_tokens", 5.5, "valid integer"),
-        ("max_tokens", 10**30, f"{10**30} tokens do not fit.*{CONTEXT}"),
+        ("max_tokens", 10**9, f"{10**9} tokens do not fit.*{CONTEXT}"),
+        ("max_tokens", 10**30, "64-bit"),
         ("min_tokens", -1, "at least 0"),
-        ("min_tokens", 10**30, "do not fit|at most max_tokens"),
+        ("min_tokens", 10**9, "do not fit|at most max_tokens"),
         ("n", 0, "at least 1"),
         ("n", -1, "at least 1"),
         ("n", 9, "9 choices; 8 at most"),
-        ("n", 10**30, "8 at most"),
+        ("n", 10**9, "8 at most"),
         ("n", "2", "valid integer"),
         ("seed", 2**63, "64-bit"),
         ("seed", "lucky", "valid integer"),
@@ -88,7 +91,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("stop", ["a", ""], "not empty"),
         ("stop", list("abcde"), "4 at most"),
         ("stop_token_ids", 5, "valid list"),
-        ("stop_token_ids", [-1], "at least 0"),
+        ("stop_token_ids", [-1], "token ids"),
         ("stop_token_ids", [260], "outside the vocabulary"),
         ("ignore_eos", "yes", "valid boolean"),
         ("stream", "yes", "valid boolean"),
@@ -172,7 +175,7 @@ def test_wrong_completions(http: httpx.Client, body: dict[str, Any], param: str,
             "messages.0.content",
             "type",
         ),
-        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "surrogate"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages.0.content", "surrogate"),
         ({"messages": MESSAGES, "max_completion_tokens": -1}, "max_completion_tokens", "at least 1"),
         ({"messages": MESSAGES, "max_completion_tokens": 600}, "max_completion_tokens", "600 tokens do not fit"),
         ({"messages": MESSAGES, "max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "one of them"),
@@ -259,6 +262,14 @@ def test_unknown_routes_methods_and_models(http: httpx.Client) -> None:
         error = error_of(http.post(route, json=body | {"model": "gpt-9"}), 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
         assert "'tiny'" in error["message"]
+
+
+@pytest.mark.parametrize(("key", "problem"), [("", "is empty"), ("  ", "is empty"), ("key\n", "white space")])
+def test_a_key_that_no_client_could_send_is_refused(
+    engine: FakeClient, tokenizer: Tokenizer, key: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"api_key: .*{problem}.*; give another one, or leave it out"):
+        create_app(engine, tokenizer, api_key=key)
 
 
 def test_the_api_key(engine: FakeClient, tokenizer: Tokenizer) -> None:

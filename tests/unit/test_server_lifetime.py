@@ -9,13 +9,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from narrows.errors import ConfigError
+import narrows.server.serve
+from narrows import launch
+from narrows.config import EngineConfig, ServerConfig
+from narrows.errors import ConfigError, NarrowsError
 from narrows.runtime.client import ServedModel
 from narrows.server.generate import Limits
 from narrows.server.serve import bind, url_of
@@ -214,9 +218,24 @@ def test_open_requests_end_properly_when_the_server_stops(engine: FakeClient, se
         server.stop()
         received += read_all(streaming)
         *_, last, done = (line for line in received.decode().split("\r\n") if line.startswith("data: "))
-        assert chunk_of(last)["choices"][0]["finish_reason"] == "abort"
+        error = chunk_of(last)["error"]
+        assert (error["type"], error["code"]) == ("server_error", "unavailable")
+        assert error["message"].startswith("the server is shutting down")
         assert done.strip() == "data: [DONE]"
+        assert b'"abort"' not in received
         assert read_all(whole).startswith(b"HTTP/1.1 503")
+    assert list(engine.ended.values()) == ["abort", "abort"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_token_is_refused_when_the_server_stops(
+    engine: FakeClient, server: Serving, stream: bool
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(post(COMPLETIONS, {"prompt": "abcdef", "n": 2, "stream": stream}))
+        engine.wait_for(lambda: len(engine.submitted) == 2)
+        server.stop()
+        assert read_all(connection).startswith(b"HTTP/1.1 503")
     assert list(engine.ended.values()) == ["abort", "abort"]
 
 
@@ -300,24 +319,55 @@ def accepts(url: httpx.URL) -> bool:
     return True
 
 
+class Failing(FakeClient):
+    """A cluster that fails for good after it was asked twice."""
+
+    asked = 0
+
+    @property
+    def failure(self) -> str:
+        self.asked += 1
+        return "" if self.asked < 3 else "decode-0 can not serve: lost too often"
+
+
+def test_a_failed_cluster_ends_the_server(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Failing(ServedModel("tiny", str(tokenizer.folder), 512, tokenizer.vocab_size))
+    monkeypatch.setattr(launch, "started", lambda config, timeout_s: nullcontext((cluster, tokenizer)))
+    limits: list[Limits] = []
+    serve = narrows.server.serve.serve
+
+    def spied(*args: Any, **settings: Any) -> str:
+        limits.append(settings["limits"])
+        return serve(*args, **settings)
+
+    monkeypatch.setattr(narrows.server.serve, "serve", spied)
+    with pytest.raises(NarrowsError, match=r"^decode-0 can not serve: lost too often$"):
+        launch.serve(EngineConfig(max_queue=7), ServerConfig(port=0), 1.0)
+    assert [limit.max_waiting for limit in limits] == [7]
+    cluster.close()
+
+
 # Addresses
 
 
 def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port: can not listen on 127\.0\.0\.1:{port}: Address already in use"):
+        with pytest.raises(ConfigError, match=rf"port: {port} on 127\.0\.0\.1 is in use.*another --port"):
             bind("127.0.0.1", port)
     bind("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize(
     ("host", "port", "field"),
-    [("127.0.0.1", -1, "port"), ("127.0.0.1", 65536, "port"), ("no such host", 0, "host"), ("203.0.113.7", 0, "port")],
+    [("127.0.0.1", -1, "port"), ("127.0.0.1", 65536, "port"), ("no such host", 0, "host"), ("203.0.113.7", 0, "host")],
 )
 def test_an_impossible_address_is_refused(host: str, port: int, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: "):
+    with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
         bind(host, port)
+    assert field == "port" or "--port" not in str(caught.value)
 
 
 def test_the_address_is_reported_as_clients_need_it() -> None:

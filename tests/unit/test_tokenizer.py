@@ -1,6 +1,7 @@
 """Tokenizer and chat template against transformers, and what they refuse."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer
 
 from narrows.errors import ModelError, RequestError
@@ -152,10 +153,22 @@ def test_broken_folders_are_refused_by_name(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
     with_config(folder, tmp_path, chat_template="{% if %}")
-    with pytest.raises(ModelError, match="chat_template, line 1"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template, line 1"):
         Tokenizer(tmp_path)
-    with_config(folder, tmp_path, chat_template=[{"name": "rag", "template": ""}])
-    with pytest.raises(ModelError, match="none called 'default'"):
+    for template, problem in (
+        ([{"name": "rag", "template": ""}], "none called 'default'"),
+        ([{"name": "default"}], "objects with name and template"),
+        ([{"name": "default", "template": 5}], "must be text, not int"),
+        (5, "must be text, not int"),
+    ):
+        with_config(folder, tmp_path, chat_template=template)
+        with pytest.raises(ModelError, match=rf"tokenizer_config\.json: chat_template .*{problem}"):
+            Tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("a\n{% for %}")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: chat_template, line 2"):
+        Tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja can not be read"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(ModelError, match="not JSON"):
@@ -168,6 +181,102 @@ def test_encode_and_decode_are_each_others_inverse(folder: Path, text: str) -> N
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(folder: Path) -> None:
+    """With Python's lock kept, this thread would wake up at most a few times before the end."""
+    tokenizer, text = Tokenizer(folder), "The quick brown fox jumps. " * 100_000
+    ended = threading.Event()
+
+    def work() -> None:
+        tokenizer.encode(text)
+        ended.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    wakings = 0
+    while not ended.wait(0.001):
+        wakings += 1
+    worker.join()
+    assert wakings > 50
+
+
+# The longest token of these vocabularies is "<|long|>" of 8 characters, the longest text one token can stand for.
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def backend_of(model: models.Model, special: AddedToken, **parts: Any) -> Backend:
+    backend = Backend(model)
+    backend.add_special_tokens([special])
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def bpe(tokens: Sequence[str], **settings: Any) -> models.BPE:
+    return models.BPE({token: id for id, token in enumerate(tokens)}, [], **settings)
+
+
+LONG = AddedToken("<|long|>", special=True, normalized=False)
+SPLIT, REGEX = pre_tokenizers.Split, Regex(r"\s+")
+LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+FALLBACK = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+
+
+@pytest.mark.parametrize(
+    ("backend", "most"),
+    [
+        (backend_of(bpe(ALPHABET), LONG, pre_tokenizer=LEVEL), 8),
+        (
+            backend_of(
+                bpe(ALPHABET), LONG, pre_tokenizer=pre_tokenizers.Sequence([SPLIT(REGEX, "merged_with_next"), LEVEL])
+            ),
+            8,
+        ),
+        (backend_of(bpe(ALPHABET), LONG, pre_tokenizer=LEVEL, normalizer=normalizers.NFC()), 32),
+        (
+            backend_of(
+                bpe(["<unk>", *BYTES], **FALLBACK),
+                LONG,
+                normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+            ),
+            8,
+        ),
+        # Each of these can make one token, or none, of any amount of text.
+        (backend_of(bpe(["<unk>", *BYTES[1:]], **FALLBACK), LONG), None),
+        (backend_of(bpe(["<unk>", "a"], unk_token="<unk>", fuse_unk=True), LONG), None),
+        (backend_of(bpe(ALPHABET[1:]), LONG, pre_tokenizer=LEVEL), None),
+        (backend_of(bpe(ALPHABET), AddedToken("<|long|>", special=True, rstrip=True), pre_tokenizer=LEVEL), None),
+        (
+            backend_of(bpe(ALPHABET), LONG, pre_tokenizer=pre_tokenizers.Sequence([SPLIT(REGEX, "removed"), LEVEL])),
+            None,
+        ),
+        (backend_of(bpe(ALPHABET), LONG, pre_tokenizer=LEVEL, normalizer=normalizers.Strip()), None),
+        (backend_of(bpe(ALPHABET), LONG, pre_tokenizer=LEVEL, normalizer=normalizers.Replace(REGEX, "  ")), None),
+        (backend_of(bpe(ALPHABET), LONG, pre_tokenizer=LEVEL, normalizer=normalizers.Replace(" ", "")), None),
+        (backend_of(models.WordLevel({"<unk>": 0}, "<unk>"), LONG), None),
+    ],
+)
+def test_how_much_text_a_token_can_stand_for(tmp_path: Path, backend: Backend, most: int | None) -> None:
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.max_chars_per_token == most
+    texts = (
+        " " * 900,
+        "!" * 900,
+        "e\u0301" * 300,
+        "\u1f82" * 300,
+        "<|long|>  " * 90,
+        "\0" * 900,
+        "日本" * 300,
+        "aaa " * 200,
+    )
+    fewest = {text: len(tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+    if most is None:
+        assert any(len(text) > 8 * num for text, num in fewest.items()), fewest
+    else:
+        assert all(len(text) <= most * num for text, num in fewest.items()), fewest
 
 
 def test_special_tokens(folder: Path) -> None:
