@@ -39,7 +39,7 @@ def main(verbose: bool) -> None:
     logging.getLogger("narrows").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def _writable(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+def _writable(_ctx: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
     """A file to be written when the work is done: refused before it, when it can not be."""
     if file is not None:
         existed = file.exists()
@@ -54,7 +54,7 @@ def _writable(ctx: click.Context, param: click.Parameter, file: Path | None) -> 
     return file
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+def _text(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
     """Arguments are bytes: those that are not UTF-8 are no text."""
     for text in (value,) if isinstance(value, str) else value:
         try:

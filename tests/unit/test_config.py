@@ -1,12 +1,16 @@
 """Settings: their order of precedence, their refusals, and the sizes that follow from them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from narrows import cli
+from narrows import cli, launch
 from narrows.config import EngineConfig, ServerConfig, read_toml
+from narrows.demo import check_lengths
 from narrows.errors import ConfigError
 from narrows.models.spec import read_spec
 from narrows.runtime.sizing import plan_sizes
@@ -108,3 +112,111 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
         plan_sizes(EngineConfig(dtype="float32", kv_cache_memory_bytes=2**30), spec, memory_bytes=2**30)
     with pytest.raises(ConfigError, match="more than the 512 positions"):
         plan_sizes(EngineConfig(dtype="float32", max_model_len=513), spec)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["run", "hi"], ["demo"], ["bench", "transport"], ["bench", "engine"]],
+    ids=lambda command: "-".join(command),
+)
+def test_a_result_that_can_not_be_written_is_refused_first(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("this is the work")
+
+    for name in ("launch.run_once", "demo.demo", "bench.transport.run", "bench.engine.run"):
+        monkeypatch.setattr(f"narrows.{name}", work)
+    for file in (tmp_path / "none" / "x.json", tmp_path, Path("/proc/x.json")):  # root may write almost anywhere
+        done = CliRunner().invoke(cli.main, [*command, f"--json={file}"])
+        assert done.exit_code == 2
+        assert "'--json'" in done.output and "can not be written" in done.output
+    file = tmp_path / "x.json"
+    with pytest.raises(AssertionError, match="this is the work"):
+        CliRunner().invoke(cli.main, [*command, f"--json={file}"], catch_exceptions=False)
+    assert not file.exists()
+    file.write_text("old")
+    with pytest.raises(AssertionError, match="this is the work"):
+        CliRunner().invoke(cli.main, [*command, f"--json={file}"], catch_exceptions=False)
+    assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    "command", [["bench", "transport", "--rounds=0"], ["bench", "engine", "--rounds=0"], ["demo", "--max-tokens=0"]]
+)
+def test_counts_start_at_one(command: list[str]) -> None:
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 2 and "0 is not in the range x>=1" in done.output
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ((4000, 9000, 8192), "max_tokens: 9000 does not fit; use 1 to 8064"),
+        ((8192, 64, 8192), "tokens: 8192 does not fit; use 128 to 8128"),
+        ((127, 64, 8192), "tokens: 127 does not fit; use 128 to 8128"),
+        ((128, 1, 128), "max_model_len: 128 tokens are too few for the demo; use at least 129"),
+    ],
+)
+def test_a_demo_that_does_not_fit_names_what_to_change(lengths: tuple[int, int, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_lengths(*lengths)
+
+
+def test_the_longest_demos_fit() -> None:
+    check_lengths(8128, 64, 8192)
+    check_lengths(128, 8064, 8192)
+
+
+def test_prompts_must_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[str] = []
+    monkeypatch.setattr("narrows.launch.run_once", lambda config, prompt, params, **_: prompts.append(prompt))
+    done = CliRunner().invoke(cli.main, ["run", "-"], input=b"a\xff")
+    assert done.exit_code == 1
+    assert "prompt: standard input is not UTF-8 text: invalid start byte at byte 1" in done.output
+    for arguments in (["a\udcff"], ["a", "--stop=b", "--stop=a\udcff"]):
+        done = CliRunner().invoke(cli.main, ["run", *arguments])
+        assert done.exit_code == 2 and "character 1 is not valid UTF-8" in done.output
+    assert CliRunner().invoke(cli.main, ["run", "-"], input="Grüße".encode()).exit_code == 0
+    assert prompts == ["Grüße"]
+
+
+LOGGING = """
+import logging, sys, types
+from narrows import cli, launch
+
+def serve(*_):
+    for name in ("narrows.runtime.cluster", "uvicorn.error", "httpx"):
+        logging.getLogger(name).info("%s at info", name)
+        logging.getLogger(name).warning("%s at warning", name)
+
+sys.modules["narrows.launch"] = types.SimpleNamespace(serve=serve)
+cli.main([*sys.argv[1:], "serve"])
+"""
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_logging_goes_to_standard_error_in_one_format(verbose: bool) -> None:
+    command = [sys.executable, "-c", LOGGING, *(["-v"] if verbose else [])]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == ""
+    lines = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]  # less date and time
+    info = ["INFO narrows.runtime.cluster at info"] if verbose else []
+    warnings = [f"WARNING {name} at warning" for name in ("narrows.runtime.cluster", "uvicorn.error", "httpx")]
+    assert lines == [*info, *warnings]
+
+
+def test_nothing_is_shown_while_nothing_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: EngineConfig, **_: object) -> None:
+        raise ConfigError("model: is not there")
+
+    monkeypatch.setattr(launch, "open_cluster", fail)
+    with pytest.raises(ConfigError), launch.started(EngineConfig()):
+        pass
+    assert capsys.readouterr() == ("", "")
