@@ -17,7 +17,8 @@ from narrows.errors import RequestError
 Values = tuple[object, ...]
 
 _INT64 = range(-(2**63), 2**63)
-_MAX_DEPTH = 32  # of chat_template_kwargs
+_MAX_DEPTH, _MAX_VALUES = 32, 10_000  # of chat_template_kwargs: looking through them must not keep others waiting
+_MAX_MESSAGES = 10_000  # nor must this, long before a context is full
 
 # Fields that are not served, with the values that ask for nothing and are therefore accepted.
 _NOT_SERVED: dict[str, Values] = {
@@ -106,9 +107,11 @@ def _is_int64(value: int) -> int:
 
 def _is_plain(value: Any) -> Any:
     """What a template can be given: numbers and text as above, and not too deep for what walks through it."""
-    waiting = [(value, 1)]
+    waiting, num = [(value, 1)], 1
     while waiting:
         item, depth = waiting.pop()
+        if isinstance(item, list | dict) and (num := num + len(item)) > _MAX_VALUES:
+            raise PydanticCustomError("request", "has more than {most} values", {"most": _MAX_VALUES})
         if depth > _MAX_DEPTH:
             raise PydanticCustomError(
                 "request", "is nested more than {depth} deep, the most that is read", {"depth": _MAX_DEPTH}
@@ -294,7 +297,7 @@ class ChatMessage(Body):
 class Conversation(Body):
     """What makes a prompt of messages."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
     add_generation_prompt: bool = True
     chat_template_kwargs: Variables = Field(default_factory=dict)
 
@@ -332,7 +335,7 @@ class TokenizeRequest(Body):
 
     model: Str | None = None
     prompt: Str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
     add_generation_prompt: bool = True
     chat_template_kwargs: Variables = Field(default_factory=dict)
     add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages

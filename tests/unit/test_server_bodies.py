@@ -138,8 +138,9 @@ def test_numbers_beyond_64_bits_are_named(server: Serving, field: str, value: in
         ({"a": {"b": [1.0, float("1e308") * 10]}}, "beyond 64 bits"),
         (json.loads('{"a": ' + "[" * 32 + "]" * 32 + "}"), "more than 32 deep"),
         (json.loads('{"a": ' + "[" * 800 + "]" * 800 + "}"), "more than 32 deep"),
+        ({"a": [[0] * 5000] * 2}, "more than 10000 values"),
     ],
-    ids=["integer", "float", "deep", "deeper"],
+    ids=["integer", "float", "deep", "deeper", "many"],
 )
 def test_template_variables_are_plain_values(server: Serving, value: dict[str, Any], cause: str) -> None:
     content = json.dumps({"messages": MESSAGES, "chat_template_kwargs": value}).replace("Infinity", "1e999")
@@ -147,6 +148,19 @@ def test_template_variables_are_plain_values(server: Serving, value: dict[str, A
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
     assert cause in answer.json()["error"]["message"]
+
+
+def test_template_variables_may_be_any_plain_value(engine: FakeClient, server: Serving) -> None:
+    engine.run()
+    values = {"a": [1, -(2**63), 2**63 - 1, 1.5, True, None, "Grüße"], "b": json.loads("[" * 30 + "]" * 30)}
+    answer = httpx.post(server.url + CHAT, json={"messages": MESSAGES, "chat_template_kwargs": values})
+    assert answer.status_code == 200
+
+
+def test_a_conversation_of_any_number_of_messages_is_not_read(server: Serving) -> None:
+    answer = httpx.post(server.url + CHAT, json={"messages": MESSAGES * 10_001})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "at most 10000 items" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("field", ["tools", "messages", "stop", "logit_bias", "n", "nothing"])
