@@ -54,7 +54,8 @@ def _open(config: EngineConfig, events: list[Event] | None = None) -> LocalClust
     try:
         return open_cluster(config, progress=on_progress, observers=[] if events is None else [events.append])
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
