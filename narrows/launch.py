@@ -52,7 +52,12 @@ def _open(config: EngineConfig, events: list[Event] | None = None) -> LocalClust
         bar.update(task, completed=done, total=total)
 
     try:
-        return open_cluster(config, progress=on_progress, observers=[] if events is None else [events.append])
+        return open_cluster(
+            config,
+            progress=on_progress,
+            say=lambda text: console.print(f"{text} ...", style="dim"),
+            observers=[] if events is None else [events.append],
+        )
     finally:
         if bar.live.is_started:
             bar.stop()
