@@ -69,7 +69,6 @@ class Track:
     early: dict[int, tuple[InstanceId, Produced]] = field(default_factory=dict)  # tokens ahead of their turn
     cached_tokens: int | None = None  # of the first attempt
     losses: int = 0
-    last_error: str = ""
 
     @property
     def key(self) -> HoldKey:
