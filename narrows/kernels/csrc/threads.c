@@ -3,12 +3,22 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
-#define SPINS 100 /* pauses, some microseconds in all, before giving way */
-#define SLEEP_AFTER_NS 1000000L
+#define SPIN_NS 25000L /* a wait within a call is shorter, if its partner runs at all, and so is Python between two calls */
+#define PAUSES 32      /* between two looks at the clock */
+
+/* Something to wait for: whoever changes the value wakes those that sleep on it. */
+typedef struct {
+    _Alignas(64) atomic_uint value;
+    atomic_int sleepers;
+} word;
 
 struct crew {
     int size; /* the caller included */
@@ -18,15 +28,12 @@ struct crew {
 
     void (*body)(void *, team);
     void *data;
-    _Alignas(64) atomic_uint call; /* counts up when there is work, or `leave` is set */
+    word call; /* counts up when there is work, or `leave` is set */
+    word done; /* counts up when all members but the caller have finished a call */
+    word passed; /* barriers that all have left behind */
     atomic_int leave;
     _Alignas(64) atomic_int running; /* members but the caller that have not finished */
     _Alignas(64) atomic_int arrived; /* at the barrier */
-    atomic_uint passed;              /* barriers that all have left behind */
-
-    pthread_mutex_t sleep;
-    pthread_cond_t wake;
-    atomic_int sleepers;
 };
 
 typedef struct {
@@ -54,14 +61,35 @@ static long now_ns(void) {
     return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-/* Waits a moment: briefly at first, later by letting others run. `spins` counts them, from 0. */
-static inline void wait_a_bit(int *spins) {
-    if (*spins < SPINS) {
-        ++*spins;
-        pause_a_bit();
-    } else {
-        sched_yield();
+static void sleep_on(word *w, unsigned seen) {
+#ifdef __linux__
+    atomic_fetch_add(&w->sleepers, 1);
+    while (atomic_load(&w->value) == seen)
+        syscall(SYS_futex, &w->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&w->sleepers, 1);
+#else
+    while (atomic_load(&w->value) == seen) sched_yield();
+#endif
+}
+
+/* Wait until the value is no longer `seen`: on the processor for as long as a wait among running threads takes, then asleep.
+ * One that sleeps is given a processor as soon as it is woken; one that has only yielded waits out others' time slices. */
+static void await(word *w, unsigned seen) {
+    const long began = now_ns();
+    while (atomic_load(&w->value) == seen) {
+        for (int i = 0; i < PAUSES && atomic_load(&w->value) == seen; i++) pause_a_bit();
+        if (now_ns() - began > SPIN_NS) {
+            sleep_on(w, seen);
+            return;
+        }
     }
+}
+
+static void change(word *w) {
+    atomic_fetch_add(&w->value, 1);
+#ifdef __linux__
+    if (atomic_load(&w->sleepers)) syscall(SYS_futex, &w->value, FUTEX_WAKE_PRIVATE, 1 << 20, NULL, NULL, 0);
+#endif
 }
 
 int crew_size(const crew *c) { return c->size; }
@@ -69,29 +97,13 @@ int crew_size(const crew *c) { return c->size; }
 void team_wait(team me) {
     crew *c = me.crew;
     if (me.size == 1) return;
-    const unsigned mine = atomic_load(&c->passed);
+    const unsigned mine = atomic_load(&c->passed.value);
     if (atomic_fetch_add(&c->arrived, 1) == me.size - 1) {
         atomic_store(&c->arrived, 0);
-        atomic_store(&c->passed, mine + 1);
-        return;
+        change(&c->passed);
+    } else {
+        await(&c->passed, mine);
     }
-    for (int spins = 0; atomic_load(&c->passed) == mine;) wait_a_bit(&spins);
-}
-
-static void sleep_until_called(crew *c, unsigned seen) {
-    pthread_mutex_lock(&c->sleep);
-    atomic_fetch_add(&c->sleepers, 1);
-    while (atomic_load(&c->call) == seen) pthread_cond_wait(&c->wake, &c->sleep);
-    atomic_fetch_sub(&c->sleepers, 1);
-    pthread_mutex_unlock(&c->sleep);
-}
-
-/* Everyone up for a call that has just been counted. */
-static void wake_all(crew *c) {
-    if (!atomic_load(&c->sleepers)) return;
-    pthread_mutex_lock(&c->sleep);
-    pthread_cond_broadcast(&c->wake);
-    pthread_mutex_unlock(&c->sleep);
 }
 
 static void *serve(void *argument) {
@@ -99,16 +111,10 @@ static void *serve(void *argument) {
     crew *c = me.crew;
     free(argument);
     for (unsigned seen = 0;; seen++) {
-        long since = 0;
-        for (int spins = 0; atomic_load(&c->call) == seen;) {
-            wait_a_bit(&spins);
-            if (spins < SPINS) continue;
-            if (!since) since = now_ns();
-            if (now_ns() - since > SLEEP_AFTER_NS) sleep_until_called(c, seen);
-        }
+        await(&c->call, seen);
         if (atomic_load(&c->leave)) return NULL;
         c->body(c->data, (team){c, me.id, c->size});
-        atomic_fetch_sub(&c->running, 1);
+        if (atomic_fetch_sub(&c->running, 1) == 1) change(&c->done);
     }
 }
 
@@ -120,11 +126,11 @@ void crew_run(crew *c, void (*body)(void *, team), void *data, int together) {
     pthread_mutex_lock(&c->calls);
     c->body = body;
     c->data = data;
+    const unsigned done = atomic_load(&c->done.value);
     atomic_store(&c->running, c->size - 1);
-    atomic_fetch_add(&c->call, 1);
-    wake_all(c);
+    change(&c->call);
     body(data, (team){c, 0, c->size});
-    for (int spins = 0; atomic_load(&c->running);) wait_a_bit(&spins);
+    await(&c->done, done);
     pthread_mutex_unlock(&c->calls);
 }
 
@@ -133,8 +139,7 @@ void narrows_crew_free(crew *c) {
     if (!c) return;
     if (c->forks == atomic_load(&forks)) {
         atomic_store(&c->leave, 1);
-        atomic_fetch_add(&c->call, 1);
-        wake_all(c);
+        change(&c->call);
         for (int i = 1; i < c->size; i++) pthread_join(c->threads[i], NULL);
     }
     free(c->threads);
@@ -153,8 +158,6 @@ crew *narrows_crew_new(int size) {
     }
     *c = (crew){.size = size, .forks = atomic_load(&forks), .threads = threads};
     pthread_mutex_init(&c->calls, NULL);
-    pthread_mutex_init(&c->sleep, NULL);
-    pthread_cond_init(&c->wake, NULL);
     for (int i = 1; i < size; i++) {
         member *m = malloc(sizeof *m);
         if (m) *m = (member){c, i};

@@ -1,8 +1,8 @@
 /* A crew: threads that work on one call together. Each NativeKernels object owns one; threads.c is its making.
  *
  * OpenMP's own threads spin while they wait. That is fast while a process has the machine for itself, and ruin when two
- * share its cores: each spins for a partner that can not run because the other spins. Ours spin for a few microseconds, then
- * give way to whoever else wants the core, and go to sleep after a millisecond without work.
+ * share its cores: each spins for a partner that can not run because the other spins. Ours spin for as long as a wait among
+ * running threads takes, some microseconds, and then sleep until they are woken.
  */
 #pragma once
 
