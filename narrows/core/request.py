@@ -107,6 +107,10 @@ class Request:
         """Everything known so far: prompt, then output."""
         return self.prompt + self.output
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
 
 class FinishReason(StrEnum):
     """Why a request ended. Exactly one per request."""

@@ -31,6 +31,11 @@ class BlockTable:
         assert self.num_tokens <= num_tokens <= self.capacity, (self.num_tokens, num_tokens, self.capacity)
         self.num_tokens = num_tokens
 
+    def slot(self, position: int) -> int:
+        """The slot of one position."""
+        index, within = divmod(position, self.page_size)
+        return self.pages[index] * self.page_size + within
+
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Slots of positions start..stop-1, in order."""
         assert 0 <= start <= stop <= self.capacity, (start, stop, self.capacity)

@@ -109,6 +109,14 @@ class MemoryChannel:
         return [decode(self._inbox.popleft()) for _ in range(len(self._inbox))]  # type: ignore[misc]
 
 
+def _next(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    """The next message's frames, or None when none has come."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
 class ZmqHub:
     """A ROUTER socket. Peers are known by "id/incarnation/part", so that a dead incarnation's words are not heard.
 
@@ -146,8 +154,7 @@ class ZmqHub:
 
     def receive(self) -> list[tuple[InstanceId, ToCoordinator]]:
         messages: list[tuple[InstanceId, ToCoordinator]] = []
-        while self.socket.poll(0):
-            frames = self.socket.recv_multipart()
+        while (frames := _next(self.socket)) is not None:
             name, incarnation, _part = (*frames[0].decode(errors="replace").split("/"), "", "", "")[:3]
             known = self._incarnations.get(InstanceId(name))
             if known is None or known != incarnation or len(frames) != 2:
@@ -186,8 +193,8 @@ class ZmqChannel:
 
     def receive(self) -> list[ToInstance]:
         messages: list[ToInstance] = []
-        while self.socket.poll(0):
-            messages.append(decode(self.socket.recv()))  # type: ignore[arg-type]
+        while (frames := _next(self.socket)) is not None:
+            messages.append(decode(frames[0]))  # type: ignore[arg-type]
         return messages
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ class LocalCluster:
         self._changed = threading.Condition(self._lock)  # readiness, failure, closing
         self.failure = ""  # why the cluster can not serve any more, once it can not
         self._closing = False
-        self._turned_s = self._clock.now()
+        self._looked_s = self._clock.now()
         for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
             for i in range(count):
                 self._launch(InstanceId(f"{role}-{i}"), role)
@@ -215,10 +215,13 @@ class LocalCluster:
         self._launcher.stop(list(self._workers.values()), CLOSE_TIMEOUT_S)
 
     def _turn(self) -> None:
-        while self._wake_out.poll(0):
-            self._wake_out.recv()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._wake_out.recv(zmq.NOBLOCK)
         self._receive()
-        self._look_after_workers()
+        now_s = self._clock.now()
+        if now_s - self._looked_s >= TURN_MS / 1000:
+            self._look_after_workers(now_s)
         while self._coordinator.outbox:
             self._hub.send(*self._coordinator.outbox.popleft())
 
@@ -242,10 +245,9 @@ class LocalCluster:
                 self._changed.notify_all()
             self._coordinator.receive(name, message, now_s)
 
-    def _look_after_workers(self) -> None:
-        now_s = self._clock.now()
-        away_s = now_s - self._turned_s - TURN_MS / 1000
-        self._turned_s = now_s
+    def _look_after_workers(self, now_s: float) -> None:
+        away_s = now_s - self._looked_s - TURN_MS / 1000
+        self._looked_s = now_s
         for worker in list(self._workers.values()):
             if away_s > 1.0:  # this thread could not listen: stopped, or starved
                 worker.heard_s += away_s

@@ -276,7 +276,7 @@ class Coordinator:
             del self._roomless[track.request.id]
         while self._queue:
             track = next(iter(self._queue.values()))
-            demand = Demand(len(track.request.tokens) + 1, track.needs_decode)
+            demand = Demand(track.request.num_tokens + 1, track.needs_decode)
             prefill = self._policy.choose_prefill(self.view(), demand, now_s)
             if prefill is None:
                 break
@@ -321,7 +321,7 @@ class Coordinator:
         return track if track is not None and track.request.generation == generation else None
 
     def _hold(self, track: Track) -> Hold:
-        return self._holds.setdefault(track.key, Hold(track.request, len(track.request.tokens) + 1))
+        return self._holds.setdefault(track.key, Hold(track.request, track.request.num_tokens + 1))
 
     def _unbind(self, key: HoldKey, instance: InstanceId) -> None:
         """An instance holds nothing of this attempt any more."""

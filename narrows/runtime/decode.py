@@ -92,7 +92,7 @@ class DecodePhase:
             self.report.released.append(Released(*key))
 
     def _reserve(self, request: Request) -> Landing | None:
-        num_tokens = len(request.tokens)
+        num_tokens = request.num_tokens
         if len(self._reserved) + len(self._running) >= self._max_num_seqs:
             return None
         table = self._cache.reserve(num_tokens + 1)
@@ -122,7 +122,7 @@ class DecodePhase:
             self._start(key, seat, event.note)
 
     def _start(self, key: Key, seat: Seat, frame: bytes) -> None:
-        num_tokens = len(seat.request.tokens)
+        num_tokens = seat.request.num_tokens
         try:
             note = decode(frame)
         except TransportError as error:
@@ -147,8 +147,7 @@ class DecodePhase:
         return True
 
     def _rows(self, seat: Seat) -> Rows:
-        tokens = seat.request.tokens
-        return Rows(seat.table, len(tokens) - 1, tokens[-1:])
+        return Rows(seat.table, seat.request.num_tokens - 1, seat.request.output[-1:])
 
     def _apply(self, plan: Sequence[tuple[Key, Seat]], logits: Tensor) -> None:
         self._note_stored([seat for _, seat in plan])
@@ -164,12 +163,12 @@ class DecodePhase:
                 self._leave(key)
                 self.report.failed.append(Failed(*key, error=choice, held=False))
         for key, seat in plan:
-            while key in self._running and not self._cache.grow(seat.table, len(seat.request.tokens)):
+            while key in self._running and not self._cache.grow(seat.table, seat.request.num_tokens):
                 self._preempt_youngest()
 
     def _note_stored(self, seats: Sequence[Seat]) -> None:
         """The step has stored the KV of each seat's last token in all layers."""
-        slots = [int(seat.table.slots(n - 1, n)[0]) for seat in seats if (n := len(seat.request.tokens))]
+        slots = [seat.table.slot(seat.request.num_tokens - 1) for seat in seats]
         self._mask.states[:, torch.tensor(slots)] = MASK_LOCAL
 
     def _preempt_youngest(self) -> None:

@@ -26,6 +26,9 @@ class Report:
 
     def take(self, load: Load) -> Progress | None:
         """The turn's message, or None when there is nothing to say; the report is empty again."""
+        parts = (self.reserved, self.started, self.produced, self.failed, self.released)
+        if not any(parts):
+            return None
         progress = Progress(
             tuple(self.reserved),
             tuple(self.started),
@@ -34,9 +37,7 @@ class Report:
             tuple(self.released),
             load,
         )
-        if progress == Progress(load=load):
-            return None
-        for part in (self.reserved, self.started, self.produced, self.failed, self.released):
+        for part in parts:
             part.clear()
         return progress
 

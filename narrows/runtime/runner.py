@@ -60,12 +60,18 @@ class Runner:
         for line, r in zip(page_table, rows, strict=True):
             used = -(-r.stop // self._page_size)
             line[:used] = r.table.pages[:used]
+        if len(rows) == ends[-1]:  # one token each, as in every decode step
+            slots = torch.tensor([r.table.slot(r.start) for r in rows], dtype=torch.int32)
+            positions = torch.tensor([r.start for r in rows], dtype=torch.int32)
+        else:
+            slots = torch.from_numpy(np.concatenate([r.table.slots(r.start, r.stop) for r in rows]))
+            positions = torch.from_numpy(np.concatenate([np.arange(r.start, r.stop, dtype=np.int32) for r in rows]))
         return PagedBatch(
             query_start=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
             context_len=torch.tensor(lengths, dtype=torch.int32),
             page_table=torch.from_numpy(page_table),
-            slots=torch.from_numpy(np.concatenate([r.table.slots(r.start, r.stop) for r in rows])),
-            positions=torch.from_numpy(np.concatenate([np.arange(r.start, r.stop, dtype=np.int32) for r in rows])),
+            slots=slots,
+            positions=positions,
             page_size=self._page_size,
             max_query=max(len(r.tokens) for r in rows),
             max_context=max(lengths),

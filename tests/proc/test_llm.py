@@ -117,7 +117,7 @@ def test_listeners_that_fail_take_nothing_with_them(tiny: Path) -> None:
 
 def test_a_cluster_whose_thread_fails_says_so_to_everybody(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(tiny), transport="tcp", **SETTINGS) as llm:
-        monkeypatch.setattr(llm.cluster, "_look_after_workers", lambda: 1 / 0)
+        monkeypatch.setattr(llm.cluster, "_look_after_workers", lambda now_s: 1 / 0)
         answer, params = None, SamplingParams(max_tokens=200, ignore_eos=True)
         with contextlib.suppress(Unavailable):
             while answer is None or answer.finish_reason is not FinishReason.ERROR:
