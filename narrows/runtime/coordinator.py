@@ -12,16 +12,14 @@ one attempt occupies on instances; it outlives the track until every instance ha
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason, Request, is_whole
-from narrows.core.topology import InstanceInfo
 from narrows.core.wire import (
     Failed,
     Heartbeat,
-    Load,
     Prefill,
     Produced,
     Progress,
@@ -38,54 +36,11 @@ from narrows.core.wire import (
 from narrows.errors import QueueFull, RequestError, Unavailable
 from narrows.kv.layout import pages_for
 from narrows.runtime.client import Output, Sink
+from narrows.runtime.ledger import Hold, HoldKey, Member, Track
 from narrows.sched.base import Policy
 from narrows.sched.view import ClusterView, Demand, InstanceView
 
 MAX_LOSSES = 2  # how many lost instances or links one request survives
-
-HoldKey = tuple[str, int]  # request, generation
-
-
-@dataclass(slots=True)
-class Hold:
-    """What one attempt occupies, and how far its release has come."""
-
-    request: Request  # as the attempt began
-    num_tokens: int  # whose KV decode must have room for, the next step's token included
-    prefill: InstanceId | None = None
-    decode: InstanceId | None = None
-    ending: bool = False
-    released: set[InstanceId] = field(default_factory=set)  # told to release
-
-
-@dataclass(slots=True)
-class Track:
-    """A live request."""
-
-    request: Request  # of the current generation; `output` grows with every token
-    sink: Sink
-    prompt_done: bool = False  # prefill's token of this generation has come
-    decoding: bool = False  # all KV of this generation is at decode
-    early: dict[int, tuple[InstanceId, Produced]] = field(default_factory=dict)  # tokens ahead of their turn
-    cached_tokens: int | None = None  # of the first attempt
-    losses: int = 0
-
-    @property
-    def key(self) -> HoldKey:
-        return self.request.id, self.request.generation
-
-    @property
-    def needs_decode(self) -> bool:
-        limit = self.request.params.max_tokens
-        return limit is None or limit - len(self.request.output) > 1
-
-
-@dataclass(slots=True)
-class Member:
-    """An instance that is ready."""
-
-    info: InstanceInfo
-    load: Load = field(default_factory=Load)
 
 
 class Coordinator:
