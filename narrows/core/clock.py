@@ -15,17 +15,3 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that a test or the simulator moves by hand."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        assert seconds >= 0.0
-        self._now_s += seconds
