@@ -138,16 +138,20 @@ def test_lost_instances_come_back_and_open_requests_are_finished(tiny: Path, tra
     server = start(f"--model={tiny}", *FLAGS, f"--transport={transport}")
     try:
         want = completion(server, "to be continued", max_tokens=200).json()["choices"][0]["text"]
-        for victim in ("0", "1"):  # prefill, then decode
-            pids = server.workers()
+        for restarts in (1, 2):
+            oldest = server.workers()["0"]  # prefill, and once that is a new process, decode
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(completion, server, "to be continued", max_tokens=200)
                 while not any(server.gauge("narrows_running_requests").values()):
                     pass
-                os.kill(pids[victim], signal.SIGKILL)
+                os.kill(oldest, signal.SIGKILL)
                 assert answer.result().json()["choices"][0]["text"] == want
+            while sum(server.gauge("narrows_restarts_total").values()) < restarts:
+                pass
             while server.get("/ready").status_code != 200:
                 pass
+        lost = [line for line in server.log if "was lost" in line]
+        assert ["prefill-0" in lost[0], "decode-0" in lost[1]] == [True, True], lost
     finally:
         assert stop(server) == 0, "".join(server.log)
 
