@@ -11,7 +11,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,6 +103,22 @@ class Ours:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         self._llm.generate([list(prompt)] * batch, params)
         return list(measure(self._events).values())
+
+    def run_beside(self, short: Sequence[int], long: Sequence[int], num_tokens: int) -> tuple[float, float]:
+        """Decode `short`, and meanwhile compute `long`: median gap between the tokens of the one until the first token
+        of the other, and that token's TTFT."""
+        self._events.clear()
+        with ThreadPoolExecutor(1) as pool:
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            decoding = pool.submit(self._llm.generate, [list(short)], params)
+            while sum(event.kind is EventKind.TOKEN for event in list(self._events)) < num_tokens // 8:
+                time.sleep(0.001)
+            self._llm.generate([list(long)], replace(params, max_tokens=1))
+            decoding.result()
+        decoded, computed = measure(self._events).values()
+        (first_s,) = computed.token_times_s
+        during = [at for at in decoded.token_times_s if computed.arrival_s <= at <= first_s]
+        return median(later - earlier for earlier, later in pairwise(during)), first_s - computed.arrival_s
 
     def handover_to_last_s(self) -> float:
         """Of the last run: from the arrival of all KV at decode to the last token."""
@@ -220,6 +238,22 @@ def _handover(bench: Bench) -> list[Row]:
     return [Row("handover-decode", ours, reference, reference / ours, "s", None, 0.95, "one process")]
 
 
+def _beside(bench: Bench) -> list[Row]:
+    """Both instances at once on the same cores, against each alone: a fair share is half."""
+    short, num_tokens = bench.text[:SHORT], 600
+    with _ours(bench.config) as engine:
+        rounds = []
+        for _ in range(bench.rounds + 1):  # the first is a warm-up
+            alone_tbt = median(engine.run(short, 1, num_tokens)[0].tbt_s)
+            alone_ttft = engine.run(bench.text, 1, 1)[0].ttft_s or 0.0
+            rounds.append((*engine.run_beside(short, bench.text, num_tokens), alone_tbt, alone_ttft))
+    tbt, ttft, alone_tbt, alone_ttft = map(median, zip(*rounds[1:], strict=True))
+    return [
+        Row("tbt-beside-prefill", tbt, alone_tbt, alone_tbt / tbt, "s", 2 * alone_tbt, None, "alone"),
+        Row("ttft-beside-decode", ttft, alone_ttft, alone_ttft / ttft, "s", 2 * alone_ttft, None, "alone"),
+    ]
+
+
 @contextlib.contextmanager
 def workers_threads(config: EngineConfig) -> Iterator[None]:
     """Torch's threads as a worker process has them: one, where the kernels bring their own."""
@@ -292,5 +326,6 @@ CASES: dict[str, Callable[[Bench], list[Row]]] = {
     "decode-b1-4096": _decode("decode-b1-4096", 1, LONG, 48),
     "prefill-4096": _prefill,
     "handover-decode": _handover,
+    "beside": _beside,
     "ready": _ready,
 }
