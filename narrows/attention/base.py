@@ -14,6 +14,13 @@ from narrows.kernels.base import Kernels, PagedBatch
 class AttentionBackend(Protocol):
     """Attention of one step's rows over the KV of their requests."""
 
+    looks_ahead: bool  # whether `foresee` is to be called
+
+    def foresee(self, layer: int, query: Tensor, batch: PagedBatch, *, scale: float, window: int | None) -> None:
+        """What layer `layer`'s query [T, Hq, D] will be about: computed from the input of the layer before it, and
+        told before that layer's own attention, so that what it needs can be on its way meanwhile."""
+        ...
+
     def attend(
         self,
         layer: int,
@@ -31,8 +38,13 @@ class AttentionBackend(Protocol):
 class PagedAttention:
     """Dense causal attention over the local pool."""
 
+    looks_ahead = False
+
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+
+    def foresee(self, layer: int, query: Tensor, batch: PagedBatch, *, scale: float, window: int | None) -> None:
+        raise AssertionError("dense attention needs no foresight")
 
     def attend(
         self, layer: int, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None

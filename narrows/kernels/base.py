@@ -102,3 +102,28 @@ class Kernels(Protocol):
         """Causal attention over paged KV. Returns out [T, Hq, D] and lse [T, Hq] float32, natural log.
         A row that sees nothing gives zeros and -inf."""
         ...
+
+    # ---- selected entries
+
+    def top_k(
+        self,
+        scores: Tensor,  # [rows, n] float32, contiguous; what is not to be chosen is -inf
+        num: Tensor,  # [rows] int32: how many of each row, 0 to n
+    ) -> Tensor:
+        """Positions [rows, max(num)] int32 of each row's largest scores, ascending, then -1. Ties go to the earlier
+        position; NaN is not allowed. -inf is chosen only when nothing else is left."""
+        ...
+
+    def attend_index(
+        self,
+        query: Tensor,  # [R, Hq, D]: one row a request
+        memory: Tensor,  # [n, E] entries of single KV heads; a pool's entries [num_slots, Hkv, E] viewed as [-1, E]
+        ids: Tensor,  # [R * Hkv, k] int32: rows of memory that row r * Hkv + h attends to
+        counts: Tensor,  # [R * Hkv] int32: the first counts[i] ids are valid
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over selected entries. Returns out [R, Hq, D] in the query's dtype and lse [R, Hq] float32,
+        natural log; a row without entries gives zeros and -inf. Sums run in the order of ids, so the same entries in
+        the same order give the same bits wherever in memory they lie."""
+        ...

@@ -229,6 +229,14 @@ class NativeKernels:
             raise KernelError(f"attend: no memory for the scratch of a context of {batch.max_context} tokens")
         return out, lse
 
+    def top_k(self, scores: Tensor, num: Tensor) -> Tensor:
+        return self._plain.top_k(scores, num)
+
+    def attend_index(
+        self, query: Tensor, memory: Tensor, ids: Tensor, counts: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._plain.attend_index(query, memory, ids, counts, scale=scale)
+
 
 def new_crew(library: ctypes.CDLL, num_threads: int) -> int:
     """The address of a crew of threads, to be given back to narrows_crew_free."""

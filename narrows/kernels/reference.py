@@ -96,6 +96,28 @@ class ReferenceKernels:
             lse[rows] = total.T
         return out, lse
 
+    def top_k(self, scores: Tensor, num: Tensor) -> Tensor:
+        most = int(num.max()) if len(num) else 0
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :most]
+        chosen = torch.arange(most) < num[:, None]
+        positions = order.masked_fill(~chosen, scores.shape[1]).sort(dim=1).values
+        return positions.masked_fill(positions == scores.shape[1], -1).to(torch.int32)
+
+    def attend_index(
+        self, query: Tensor, memory: Tensor, ids: Tensor, counts: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        requests, num_heads, head_dim = query.shape
+        group = requests * num_heads // len(ids)
+        valid = torch.arange(ids.shape[1]) < counts[:, None]  # [rows, k]
+        key, value = memory[ids.long().clamp(min=0)].float().chunk(2, dim=-1)
+        scores = torch.einsum("rgd,rkd->rgk", query.view(-1, group, head_dim).float(), key) * scale
+        scores.masked_fill_(~valid[:, None], float("-inf"))
+        total = scores.logsumexp(-1)
+        weights = torch.exp(scores - torch.where(total.isinf(), 0.0, total)[..., None])
+        value = value.masked_fill(~valid[..., None], 0.0)
+        out = torch.einsum("rgk,rkd->rgd", weights, value).to(query.dtype)
+        return out.reshape(query.shape), total.reshape(requests, num_heads)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D/2) of the last dim by the given angles, in float32."""

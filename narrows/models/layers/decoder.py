@@ -5,7 +5,7 @@ D head size, E = 2*D.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,8 @@ class Model:
             query = self._store(layer, hidden, entries[index], batch)
             if on_layer is not None:
                 on_layer(index)
+            if attention.looks_ahead and index + 1 < len(self._layers):
+                self._foresee(index + 1, hidden, batch, attention)
             if logit_rows is not None and index == len(self._layers) - 1:
                 if len(logit_rows) == 0:
                     return torch.empty(0, self.spec.vocab_size)
@@ -106,6 +108,15 @@ class Model:
             hidden = self._finish(layer, hidden, out)
         normed = self._kernels.rms_norm(hidden, self._norm, self.spec.norm_eps)
         return self._kernels.linear(normed, self._head).float()
+
+    def _foresee(self, index: int, hidden: Tensor, batch: PagedBatch, attention: AttentionBackend) -> None:
+        """Tell the backend layer `index`'s query as it would be if the layer before it changed nothing: their inputs
+        differ little (InfiniGen, section 4.3). Keys and values of it go nowhere; the weights are needed again soon."""
+        layer = self._layers[index]
+        rows = torch.arange(len(hidden), dtype=torch.int32)
+        nowhere = hidden.new_empty(len(hidden), self.spec.num_kv_heads, self.spec.entry_dim)
+        query = self._store(layer, hidden, nowhere, replace(batch, slots=rows))
+        attention.foresee(index, query, batch, scale=self._scale, window=layer.window)
 
     def _store(self, layer: DecoderLayer, hidden: Tensor, entries: Tensor, batch: PagedBatch) -> Tensor:
         """Project the rows, store their K and V; returns queries [T, Hq, D]."""

@@ -1,0 +1,1 @@
+"""What is measured before serving: which KV matters (importance) and how long prefill takes (timing)."""
