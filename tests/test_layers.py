@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "sched": ("sched", *KV_INTEGERS),
     "transfer.plan": (*KV_INTEGERS,),
     "metrics": ("metrics", *KV_INTEGERS),
-    "profile.measuring": ("profile", "kv", "runtime"),
+    "profile.measuring": ("profile", "kv", "runtime", "models", "attention", "select", "kernels"),
     "profile": ("profile", *KV_INTEGERS),
     "sim": ("sim", *DECIDING),
     "kernels": ("kernels", "cache"),
@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "config": ("kv.layout",),
 }
 # What starts, checks and shows the rest may import anything.
-TOP = ("cli", "__main__", "launch", "llm", "bench", "testing", "demo", "")
+TOP = ("cli", "__main__", "launch", "llm", "profiles", "bench", "testing", "demo", "")
 
 WITHOUT_TORCH = (
     *(*DECIDING, "errors", "cache", "sim", "runtime.client", "runtime.stopping", "server", "config"),
