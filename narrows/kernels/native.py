@@ -55,6 +55,8 @@ class NativeKernels:
         self._rms_norm = declare(library, "narrows_rms_norm", "i" + "ppp" + "llf" + "p")
         self._rope_store = declare(library, "narrows_rope_store", "i" + "p" * 9 + "llllf" + "p")
         self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fll" + "p")
+        self._top_k = declare(library, "narrows_top_k", "ppplllp")
+        self._attend_index = declare(library, "narrows_attend_index", "i" + "p" * 6 + "llllf" + "p")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -177,8 +179,8 @@ class NativeKernels:
             query.data_ptr(),
             entries.data_ptr(),
             qkv.data_ptr(),
-            indices("positions", batch.positions, rows),
-            indices("slots", batch.slots, rows),
+            indices("batch.positions", batch.positions, rows),
+            indices("batch.slots", batch.slots, rows),
             cos.data_ptr(),
             sin.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(),
@@ -211,9 +213,9 @@ class NativeKernels:
             lse.data_ptr(),
             query.data_ptr(),
             entries.data_ptr(),
-            indices("query_start", batch.query_start, requests + 1),
-            indices("context_len", batch.context_len, requests),
-            indices("page_table", batch.page_table, batch.page_table.numel()),
+            indices("batch.query_start", batch.query_start, requests + 1),
+            indices("batch.context_len", batch.context_len, requests),
+            indices("batch.page_table", batch.page_table, batch.page_table.numel()),
             requests,
             batch.page_table.shape[1],
             batch.page_size,
@@ -230,12 +232,52 @@ class NativeKernels:
         return out, lse
 
     def top_k(self, scores: Tensor, num: Tensor) -> Tensor:
-        return self._plain.top_k(scores, num)
+        rows, n = scores.shape
+        if scores.dtype is not torch.float32 or not scores.is_contiguous():
+            raise KernelError(f"scores: want contiguous float32 [rows, n], got {describe(scores)}")
+        num_at, wanted = indices("num", num, rows), num.tolist()
+        most = max(wanted, default=0)
+        if most > n or min(wanted, default=0) < 0:
+            raise KernelError(f"num: want 0 to {n}, the number of scores of a row, got {wanted}")
+        positions = torch.empty((rows, most), dtype=torch.int32)
+        status = self._top_k(positions.data_ptr(), scores.data_ptr(), num_at, rows, n, most, self.crew)
+        if status:
+            raise KernelError(
+                f"top_k: no memory for the scratch of {n} scores" if status == -1 else "scores: NaN has no order"
+            )
+        return positions
 
     def attend_index(
         self, query: Tensor, memory: Tensor, ids: Tensor, counts: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return self._plain.attend_index(query, memory, ids, counts, scale=scale)
+        (requests, num_heads, head_dim), (rows, width) = query.shape, ids.shape
+        check_head_dim(head_dim)
+        check_like("query", query, query)
+        check_like("memory", memory, query, (memory.shape[0], 2 * head_dim))
+        num_kv_heads = rows // requests if requests else 1
+        if rows != requests * num_kv_heads or num_heads % max(num_kv_heads, 1):
+            raise KernelError(f"ids: {rows} rows are no KV heads of {requests} requests with {num_heads} query heads")
+        if not scale > 0.0:
+            raise KernelError(f"scale must be above 0, got {scale}")
+        out, lse = torch.empty_like(query), torch.empty((requests, num_heads), dtype=torch.float32)
+        status = self._attend_index(
+            is_bf16(query),
+            out.data_ptr(),
+            lse.data_ptr(),
+            query.data_ptr(),
+            memory.data_ptr(),
+            indices("ids", ids, rows * width),
+            indices("counts", counts, rows),
+            rows,
+            width,
+            num_heads // num_kv_heads,
+            head_dim,
+            scale,
+            self.crew,
+        )
+        if status:
+            raise KernelError(f"attend_index: no memory for the scratch of {rows} rows of up to {width} entries")
+        return out, lse
 
 
 def new_crew(library: ctypes.CDLL, num_threads: int) -> int:
@@ -285,7 +327,7 @@ def check_head_dim(head_dim: int) -> None:
 def indices(name: str, x: Tensor, count: int) -> int:
     """The address of an int32 tensor of so many numbers."""
     if x.dtype is not torch.int32 or x.numel() != count or not x.is_contiguous():
-        raise KernelError(f"batch.{name}: want {count} contiguous int32, got {describe(x)}")
+        raise KernelError(f"{name}: want {count} contiguous int32, got {describe(x)}")
     return x.data_ptr()
 
 

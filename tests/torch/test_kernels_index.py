@@ -1,0 +1,277 @@
+"""The largest scores, and attention to chosen entries: native kernels against the torch twin and dense attention."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrows.errors import KernelError
+from narrows.kernels import build
+from narrows.kernels.base import Kernels, PagedBatch
+from narrows.kernels.native import NativeKernels
+from narrows.kernels.reference import ReferenceKernels
+
+# Largest error, relative to the largest value: one rounding of the result.
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
+DTYPES = [torch.bfloat16, torch.float32]
+REFERENCE = ReferenceKernels()
+# A processor of twenty years ago: no vector instructions of ours.
+PLAIN = ["-march=x86-64", "-DNARROWS_GENERIC"] if build.native_flag() == "-march=native" else ["-DNARROWS_GENERIC"]
+
+
+@pytest.fixture(scope="module", params=["native", "plain"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    flags = [] if request.param == "native" else PLAIN
+    return NativeKernels(2, build.load_library(build.build(flags, tmp_path_factory.mktemp("kernels"))))
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    assert got.shape == want.shape
+    assert torch.equal(got.isfinite(), want.isfinite())
+    assert not got.isnan().any()
+    got, want = got.double().nan_to_num(neginf=0.0), want.double().nan_to_num(neginf=0.0)
+    if want.numel():
+        error = (got - want).abs().max() / want.abs().max().clamp_min(1e-30)
+        assert error <= tolerance, f"error {error:.2e}"
+
+
+# ---- top_k
+
+
+def by_hand(scores: list[float], num: int) -> list[int]:
+    """Python's own sort is stable, so ties stay in order of position."""
+    return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:num])
+
+
+def check_top_k(kernels: Kernels, scores: Tensor, num: list[int]) -> None:
+    got = kernels.top_k(scores, torch.tensor(num, dtype=torch.int32))
+    assert got.dtype == torch.int32
+    assert got.shape == (len(num), max(num, default=0))
+    for row, (values, count) in enumerate(zip(scores.tolist(), num, strict=True)):
+        assert got[row].tolist() == by_hand(values, count) + [-1] * (got.shape[1] - count)
+
+
+SCORES = {
+    "normal": lambda n, g: torch.randn(n, generator=g),
+    "heavy tails": lambda n, g: torch.randn(n, generator=g).pow(9),
+    "few values": lambda n, g: torch.randint(-3, 4, (n,), generator=g).float(),
+    "one value": lambda n, g: torch.full((n,), 2.5),
+    "both zeros": lambda n, g: torch.zeros(n).mul(torch.randn(n, generator=g)),
+    "mostly hidden": lambda n, g: torch.randn(n, generator=g).masked_fill(
+        torch.rand(n, generator=g) < 0.9, float("-inf")
+    ),
+    "all hidden": lambda n, g: torch.full((n,), float("-inf")),
+    "infinite": lambda n, g: torch.randn(n, generator=g).mul(3e38).mul(2),
+    "ascending": lambda n, g: torch.arange(float(n)),
+    "descending": lambda n, g: -torch.arange(float(n)),
+    "peaks where the sample looks": lambda n, g: (
+        (torch.arange(n) % max(1, n // 64) == 0).float() + torch.rand(n, generator=g) / 2
+    ),
+    "tiny": lambda n, g: torch.randn(n, generator=g) * 1e-41,
+}
+
+
+@pytest.mark.parametrize("values", SCORES)
+def test_top_k(kernels: Kernels, values: str) -> None:
+    generator = torch.Generator().manual_seed(len(values))
+    for n in (1, 2, 7, 8, 9, 63, 64, 65, 100, 1000, 5003):
+        num = sorted({0, 1, min(2, n), n // 5, n // 2, n - n // 10, n - 1, n})
+        check_top_k(kernels, torch.stack([SCORES[values](n, generator) for _ in num]), num)
+
+
+def test_top_k_of_nothing(kernels: Kernels) -> None:
+    check_top_k(kernels, torch.empty(0, 10), [])
+    check_top_k(kernels, torch.empty(2, 0), [0, 0])
+    check_top_k(kernels, torch.randn(3, 10), [0, 0, 0])
+
+
+def test_top_k_of_many_long_rows(kernels: Kernels) -> None:
+    """Enough for several threads; the twin agrees, whose test is `by_hand` on smaller ones."""
+    scores = torch.randn(48, 8192, generator=torch.Generator().manual_seed(0)).bfloat16().float()  # with ties
+    num = torch.arange(48, dtype=torch.int32) * 174
+    assert torch.equal(kernels.top_k(scores, num), REFERENCE.top_k(scores, num))
+
+
+@pytest.mark.parametrize("num", [1, 3, 100, 199])
+@pytest.mark.parametrize("nans", [[0], [150], list(range(200))], ids=["first", "later", "all"])
+def test_nan_ends_in_an_error_or_in_positions(kernels: Kernels, nans: list[int], num: int) -> None:
+    """It is not allowed, but must neither hang nor lead outside the row."""
+    scores = torch.randn(1, 200, generator=torch.Generator().manual_seed(num))
+    scores[0, nans] = torch.nan
+    try:
+        positions = kernels.top_k(scores, torch.tensor([num], dtype=torch.int32))[0].tolist()
+    except KernelError as error:
+        assert "NaN" in str(error)  # noqa: PT017 - either is fine
+    else:
+        assert positions == sorted(set(positions))
+        assert 0 <= positions[0] <= positions[-1] < 200
+
+
+# ---- attend_index
+
+
+def drawn(
+    counts: list[int], num_entries: int, generator: torch.Generator, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of different ids in random order, -1 behind them, and the counts."""
+    ids = torch.full((len(counts), width or max([1, *counts])), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        ids[row, :count] = torch.randperm(num_entries, generator=generator, dtype=torch.int32)[:count]
+    return ids, torch.tensor(counts, dtype=torch.int32)
+
+
+# counts of each row, KV heads, query heads of each, head size
+CASES = {
+    "one head": ([300], 1, 1, 64),
+    "the model's own": ([410, 700, 699], 3, 3, 64),
+    "many requests, very different counts": (
+        [1, 700, 0, 32, 33, 31, 256, 257, 512, 3, 64, 5, 2, 600, 4, 100],
+        1,
+        4,
+        64,
+    ),
+    "nothing at all": ([0, 0], 2, 2, 32),
+    "smallest heads": ([70, 90], 2, 2, 16),
+    "odd size": ([70, 290], 1, 5, 48),
+    "largest heads": ([70, 290], 2, 2, 256),
+    "many queries to a head": ([140], 1, 71, 16),
+    "seven queries": ([65, 130, 40, 1], 2, 7, 128),
+    "eight queries": ([65, 130], 2, 8, 80),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_attend_index(kernels: Kernels, case: str, dtype: torch.dtype) -> None:
+    counts, num_kv_heads, group, head_dim = CASES[case]
+    generator = torch.Generator().manual_seed(len(case))
+    memory = torch.randn(900, 2 * head_dim, generator=generator).to(dtype)
+    ids, num = drawn(counts, len(memory), generator, width=max([1, *counts]) + 3)
+    unused = torch.ones(len(memory), dtype=torch.bool)
+    unused[ids[ids >= 0].long()] = False
+    memory[unused] = torch.nan  # what no id names must not be looked at
+    shape = len(counts) // num_kv_heads, num_kv_heads * group, head_dim
+    query = torch.randn(shape, generator=generator).to(dtype)
+    out, lse = kernels.attend_index(query, memory, ids, num, scale=0.3)
+    want, want_lse = REFERENCE.attend_index(query.double(), memory.double().nan_to_num(0.0), ids, num, scale=0.3)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    close(out, want, TOLERANCE[dtype])
+    close(lse, want_lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_entries_are_dense_attention(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths, num_kv_heads, group, head_dim, page = [650, 1, 77], 3, 3, 64, 16
+    pages = [-(-length // page) for length in lengths]
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for r, part in enumerate(torch.randperm(sum(pages), generator=generator, dtype=torch.int32).split(pages)):
+        table[r, : len(part)] = part
+    entries = torch.randn(sum(pages) * page, num_kv_heads, 2 * head_dim, generator=generator).to(dtype)
+    query = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    newest = torch.tensor(lengths, dtype=torch.int32) - 1
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    batch = PagedBatch(starts, newest + 1, table, newest, newest, page, 1, max(lengths))
+    at = torch.arange(max(lengths))
+    slots = table[:, at // page].long() * page + at % page
+    ids = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]  # [R, Hkv, n]
+    memory, counts = entries.view(-1, 2 * head_dim), torch.tensor(lengths, dtype=torch.int32)
+    out, lse = kernels.attend_index(
+        query, memory, ids.flatten(0, 1).int(), counts.repeat_interleave(num_kv_heads), scale=0.125
+    )
+    want, want_lse = REFERENCE.attend(query.double(), entries.double(), batch, scale=0.125, window=None)
+    close(out, want, TOLERANCE[dtype])
+    close(lse, want_lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_follow_from_the_entries_and_their_order(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Wherever they lie, whatever else is in the call, and with any number of threads."""
+    generator = torch.Generator().manual_seed(4)
+    memory = torch.randn(4000, 128, generator=generator).to(dtype)
+    counts = [700, 1639, 3, 257, 64, 0]
+    ids, num = drawn(counts, len(memory), generator)
+    query = torch.randn(3, 6, 64, generator=generator).to(dtype)
+    out, lse = kernels.attend_index(query, memory, ids, num, scale=0.125)
+    gathered = memory[ids.clamp(min=0).long()].flatten(0, 1)
+    behind = torch.arange(gathered.shape[0], dtype=torch.int32).view_as(ids)
+    for threads in (1, 2, 5):
+        crew = NativeKernels(threads, kernels.library)
+        for where, which in ((memory, ids), (gathered, behind)):
+            again, again_lse = crew.attend_index(query, where, which, num, scale=0.125)
+            assert torch.equal(again, out)
+            assert torch.equal(again_lse, lse)
+        for r in range(3):
+            rows = slice(2 * r, 2 * r + 2)
+            alone, alone_lse = crew.attend_index(query[r : r + 1], memory, ids[rows], num[rows], scale=0.125)
+            assert torch.equal(alone, out[r : r + 1])
+            assert torch.equal(alone_lse, lse[r : r + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("score", [3e38, -3e38, 1e9])
+def test_extreme_scores(kernels: Kernels, dtype: torch.dtype, score: float) -> None:
+    """Equal scores weigh equally, however large: the mean of the values."""
+    memory = torch.randn(300, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
+    memory[:, :16] = 0.0
+    memory[:, 0] = 1.0
+    query = torch.zeros(1, 1, 16, dtype=dtype)
+    query[..., 0] = score
+    ids, num = torch.arange(300, dtype=torch.int32)[None], torch.tensor([300], dtype=torch.int32)
+    out, lse = kernels.attend_index(query, memory, ids, num, scale=1.0)
+    assert float(lse) == float(query[0, 0, 0])  # log(300) is below its rounding
+    close(out[0], memory[:, 16:].double().mean(0, keepdim=True), TOLERANCE[dtype])
+
+
+def test_scores_that_grow_and_fall(kernels: Kernels) -> None:
+    """The greatest score comes last, first or in between, and outweighs all others: the value there."""
+    for peak in (0, 37, 255, 256, 599):
+        memory = torch.zeros(600, 32)
+        memory[:, 0] = -(torch.arange(600) - peak).abs().float() * 100.0
+        memory[:, 16] = torch.arange(600.0) + 1.0
+        query = torch.ones(1, 1, 16)
+        ids, num = torch.arange(600, dtype=torch.int32)[None], torch.tensor([600], dtype=torch.int32)
+        out, lse = kernels.attend_index(query, memory, ids, num, scale=1.0)
+        assert float(out[0, 0, 0]) == peak + 1.0
+        assert float(lse) == 0.0
+
+
+# ---- arguments
+
+
+def test_wrong_arguments(kernels: Kernels) -> None:
+    num = torch.tensor([2, 2], dtype=torch.int32)
+    with pytest.raises(KernelError, match=r"num: want 0 to 5, .* got \[2, 6\]"):
+        kernels.top_k(torch.randn(2, 5), torch.tensor([2, 6], dtype=torch.int32))
+    with pytest.raises(KernelError, match="num: want 0 to 5"):
+        kernels.top_k(torch.randn(2, 5), torch.tensor([2, -1], dtype=torch.int32))
+    with pytest.raises(KernelError, match="num: want 2 contiguous int32"):
+        kernels.top_k(torch.randn(2, 5), num.long())
+    with pytest.raises(KernelError, match="scores: want contiguous float32"):
+        kernels.top_k(torch.randn(2, 5).bfloat16(), num)
+    with pytest.raises(KernelError, match="not contiguous"):
+        kernels.top_k(torch.randn(5, 2).T, num)
+
+    query, memory = torch.randn(1, 4, 32), torch.randn(9, 64)
+    ids = torch.zeros(2, 3, dtype=torch.int32)
+
+    def attend(query: Tensor = query, memory: Tensor = memory, ids: Tensor = ids, counts: Tensor = num) -> None:
+        kernels.attend_index(query, memory, ids, counts, scale=1.0)
+
+    attend()
+    with pytest.raises(KernelError, match=r"memory: want contiguous torch.float32 \[9, 64\]"):
+        attend(memory=memory.bfloat16())
+    with pytest.raises(KernelError, match="memory: want"):
+        attend(memory=torch.randn(9, 32))
+    with pytest.raises(KernelError, match="head size 24"):
+        attend(query=torch.randn(1, 4, 24), memory=torch.randn(9, 48))
+    with pytest.raises(KernelError, match="float16"):
+        attend(query=query.half(), memory=memory.half())
+    with pytest.raises(KernelError, match="ids: want 6 contiguous int32"):
+        attend(ids=ids.long())
+    with pytest.raises(KernelError, match="counts: want 2 contiguous int32"):
+        attend(counts=num[:1])
+    with pytest.raises(KernelError, match="ids: 3 rows are no KV heads of 1 requests with 4 query heads"):
+        attend(ids=torch.zeros(3, 3, dtype=torch.int32), counts=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(KernelError, match="scale must be above 0"):
+        kernels.attend_index(query, memory, ids, num, scale=0.0)
