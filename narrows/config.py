@@ -2,14 +2,17 @@
 
 import difflib
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from narrows.core.scheme import SCHEMES, Scheme
 from narrows.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 MAX_PAGE_SIZE = 1024
+SELECTORS = ("exact", "quest", "infinigen", "hata", "streaming")
+LANES = ("parallel", "serial")
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
@@ -38,6 +41,24 @@ class EngineConfig:
     transport: str = setting("auto", "how KV crosses (auto: shm on one machine)", choices=("auto", "shm", "tcp"))
     link_gbps: float | None = setting(None, "limit what each instance sends, in Gbit/s, to try a narrow link")
     checksums: bool = setting(False, "verify every frame of KV (auto is tcp then)")
+    select: str = setting(
+        "none", "which KV a decode step reads: all, or what an algorithm picks", choices=("none", *SELECTORS)
+    )
+    select_ratio: float = setting(0.2, "at most this part of a request's KV is selected, above 0 to 1")
+    transfer: str = setting(
+        "auto", "which KV crosses before decode begins (auto: as much as the link lets)", choices=tuple(SCHEMES)
+    )
+    speculative: str | None = setting(
+        None, "part of all KV blocks sent in idle time for each decode step, 0 to 1, or auto (default: the scheme's)"
+    )
+    lanes: str | None = setting(
+        None, "local and remote KV of a step at once or one by one (default: the scheme's)", choices=LANES
+    )
+    landing: str = setting(
+        "direct", "fetched KV lands in compute memory, or staged in host memory", choices=("direct", "staged")
+    )
+    importance: str | None = setting(None, "importance profile to push by (default: made on first use and kept)")
+    trace: str | None = setting(None, "write a timeline of compute and traffic here, for chrome://tracing or Perfetto")
     kernels: str = setting("auto", "CPU kernels", choices=("auto", "native", "reference"))
     threads: int | None = setting(None, "compute threads of each instance (default: all cores)")
     max_restarts: int = setting(5, "how often within ten minutes a lost instance is started again")
@@ -61,14 +82,40 @@ class EngineConfig:
             raise ConfigError(f"silence_s: {self.silence_s} is out of range; use 1 to 3600 seconds")
         if self.served_model_name == "":
             raise ConfigError("served_model_name: is empty; name the model or leave it out")
+        if not 0.0 < self.select_ratio <= 1.0:
+            raise ConfigError(f"select_ratio: {self.select_ratio} is out of range; use a number above 0, at most 1")
+        if self.select == "none" and self.transfer not in ("auto", "full"):
+            raise ConfigError(
+                f"transfer: {self.transfer} needs a selector, since decode without one reads all KV; "
+                "add select (infinigen, for instance), or use transfer full"
+            )
+        _ = self.scheme  # which checks `speculative`
         if self.checksums and self.transport == "shm":
             raise ConfigError("checksums: shm copies KV without frames to check; use transport tcp, or auto")
         for spec in fields(self):
             choices = spec.metadata.get("choices")
-            if choices and getattr(self, spec.name) not in choices:
+            if choices and getattr(self, spec.name) not in (*choices, spec.default):
                 raise ConfigError(
                     f"{spec.name}: {getattr(self, spec.name)!r} is not known; use one of {', '.join(choices)}"
                 )
+
+    @property
+    def scheme(self) -> Scheme:
+        """How KV is handed over. Without a selector decode reads all of it, so all of it crosses first."""
+        scheme = SCHEMES["full" if self.select == "none" else self.transfer]
+        if self.lanes is not None:
+            scheme = replace(scheme, parallel_lanes=self.lanes == "parallel")
+        if self.speculative is None:
+            return scheme
+        if self.speculative == "auto":
+            return replace(scheme, speculative=None)
+        try:
+            share = float(self.speculative)
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"speculative: {self.speculative!r} is not a part; use a number from 0 to 1, or auto")
+        return replace(scheme, speculative=share)
 
     @property
     def transport_kind(self) -> str:

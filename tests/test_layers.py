@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "profile": ("profile", *KV_INTEGERS),
     "sim": ("sim", *DECIDING),
     "kernels": ("kernels", "cache"),
-    "attention": ("attention", "kv.layout", "kernels"),
+    "attention": ("attention", "select.base", "kv.layout", "kernels"),
     "select": ("select", "kv.layout", "kernels"),
     "parallel": ("parallel", "kernels"),
     "models": ("models", "attention", "select", "parallel", "kernels", "cache"),

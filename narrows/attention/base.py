@@ -41,7 +41,7 @@ class PagedAttention:
     looks_ahead = False
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
 
     def foresee(self, layer: int, query: Tensor, batch: PagedBatch, *, scale: float, window: int | None) -> None:
         raise AssertionError("dense attention needs no foresight")
@@ -49,4 +49,4 @@ class PagedAttention:
     def attend(
         self, layer: int, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        return self._kernels.attend(query, entries, batch, scale=scale, window=window)
+        return self.kernels.attend(query, entries, batch, scale=scale, window=window)

@@ -5,17 +5,19 @@ from enum import StrEnum
 
 from narrows.core.ids import InstanceId, RequestId
 from narrows.core.request import FinishReason, TokenLogprob
+from narrows.core.wire import Delivered
 
 
 class EventKind(StrEnum):
-    """Stations of a request. FINISHED comes exactly once and last."""
+    """Stations of a request. FINISHED comes exactly once and last, but for what is heard of its KV (DELIVERED)."""
 
     ARRIVED = "arrived"
     PLACED = "placed"
     PREFILL_STARTED = "prefill_started"
     FIRST_TOKEN = "first_token"
-    HANDOVER_DONE = "handover_done"  # all KV is at decode
+    HANDOVER_DONE = "handover_done"  # decode has what it waits for: all KV, or what it begins with
     DECODE_STARTED = "decode_started"
+    DELIVERED = "delivered"  # all KV is at decode, or no more of it comes
     TOKEN = "token"
     PREEMPTED = "preempted"  # to be recomputed: the pool was full or an instance was lost
     FINISHED = "finished"
@@ -32,7 +34,10 @@ class Event:
     token: int | None = None  # FIRST_TOKEN, TOKEN
     logprob: TokenLogprob | None = None
     cached_tokens: int = 0  # FIRST_TOKEN: prompt tokens that prefill did not compute
-    num_bytes: int = 0  # HANDOVER_DONE: what crossed the link, frames included
+    num_bytes: int = 0  # HANDOVER_DONE: what crossed the link until then, frames included
+    delivered: Delivered | None = None  # DELIVERED: what crossed in all, by path
+    selected: int = 0  # TOKEN: KV entries that its step read in layers that select, while some were at prefill
+    fetched: int = 0  # TOKEN: and those of them that were fetched
     finish_reason: FinishReason | None = None  # FINISHED
     error: str | None = None  # FINISHED with ERROR: what happened, for the caller
     num_prompt_tokens: int = 0  # ARRIVED

@@ -27,6 +27,7 @@ class Landing:
     address: str  # transport address to dial
     pool: RegionKey
     mask: RegionKey
+    metadata: RegionKey | None  # None: decode reads all KV, no selector
     num_slots: int  # slots in the pool, which fixes the stride between its layers
     runs: tuple[tuple[int, int], ...]
 

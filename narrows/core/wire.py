@@ -3,7 +3,8 @@
     coordinator -> decode    Reserve, Release, Shutdown
     coordinator -> prefill   Prefill, Push, Release, Shutdown
     both    -> coordinator   Ready or Refused, then Progress, Heartbeat
-    prefill -> decode        HandOver, as the note of the last post
+    prefill -> decode        HandOver, as the note of the last post decode waits for; Refusal, Settled
+    decode  -> prefill       Fetch, Grant, over the transport
 
 A request's `generation` is in every message, so an answer to an attempt that is over is recognized and dropped.
 
@@ -13,8 +14,9 @@ sends Release to prefill first and to decode after prefill's Released (or its de
 
 from dataclasses import dataclass, field
 
-from narrows.core.plan import Landing
+from narrows.core.plan import Landing, RegionKey
 from narrows.core.request import FinishReason, Request, SampledToken
+from narrows.core.scheme import Scheme
 from narrows.core.topology import InstanceInfo
 
 
@@ -78,7 +80,8 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class Produced:
     """One token of a request, the `index`th of its output, and whether it is the last. After the last one nothing is
-    held at decode. Prefill's token and decode's first come from two processes, so in either order."""
+    held at decode, unless KV is still on its way there (`held`). Prefill's token and decode's first come from two
+    processes, so in either order."""
 
     request: str
     generation: int
@@ -86,18 +89,22 @@ class Produced:
     token: SampledToken
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    held: bool = False
+    selected: int = 0  # KV entries the step read in layers that select
+    fetched: int = 0  # and those of them that came from prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """This attempt can not go on here. `retry`: another attempt may succeed. `held`: its pages stay until Release,
-    since a peer may still write to them or read from them."""
+    since a peer may still write to them or read from them. `preempted`: nothing went wrong, room was needed."""
 
     request: str
     generation: int
     error: str
     retry: bool = False
     held: bool = True
+    preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,29 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivered:
+    """What prefill sent for an attempt, when all of it has arrived or the attempt is over. Bytes include frames'
+    headers; `wasted_bytes` counts KV that was sent although decode had it already."""
+
+    request: str
+    generation: int
+    metadata_bytes: int = 0
+    proactive_bytes: int = 0
+    on_demand_bytes: int = 0
+    speculative_bytes: int = 0
+    wasted_bytes: int = 0
+    pushed_blocks: int = 0  # KV blocks sent before decode began
+    num_blocks: int = 0
+    prefill_s: float = 0.0  # Tp of equation 2, as predicted when the hand-over was planned
+    transfer_s: float = 0.0  # Tt
+    full: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return self.metadata_bytes + self.proactive_bytes + self.on_demand_bytes + self.speculative_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """All that one turn of an instance has to say, in order, and its load after the turn."""
 
@@ -128,6 +158,7 @@ class Progress:
     produced: tuple[Produced, ...] = ()
     failed: tuple[Failed, ...] = ()
     released: tuple[Released, ...] = ()
+    delivered: tuple[Delivered, ...] = ()
     load: Load = field(default_factory=Load)
 
 
@@ -149,12 +180,78 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """From the next request on hand over by this scheme and importance profile (None: the one in use)."""
+
+    scheme: Scheme
+    profile: str | None = None  # a file
+
+
+@dataclass(frozen=True, slots=True)
 class HandOver:
-    """Prefill to decode, behind the last byte of KV: what decode continues from."""
+    """Prefill to decode, behind all that decode waits for: what it continues from."""
 
     token: int  # sampled at prefill, its KV not computed yet
-    num_tokens: int  # whose KV has been pushed
+    num_tokens: int  # whose KV is computed
+    full: bool  # all of it has been pushed; else metadata, and what the mask says is there
+    parallel_lanes: bool = True
+    speculative: float | None = 0.0
 
 
-ToInstance = Reserve | Prefill | Push | Release | Shutdown
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """KV entries of one request and layer that decode lacks. `positions` is coded (transfer.positions), a row per KV
+    head; row h's entries go to byte `target` + h * `stride` of the fetch's region, in order of position."""
+
+    request: str
+    generation: int
+    positions: bytes
+    target: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Decode asks a prefill instance for KV entries of one layer, of all its requests at once."""
+
+    ticket: int  # names the answer
+    layer: int
+    region: RegionKey
+    wanted: tuple[Wanted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The note of a fetch's answer, behind its last byte."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A fetch that will not be answered for these requests (all it asked for: an empty tuple)."""
+
+    ticket: int
+    error: str
+    delivered: bool = False  # nothing is wrong: all KV has arrived meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Prefill to decode: all KV of this attempt has landed and nothing more will be written for it."""
+
+    request: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Decode's network is idle for about so long: prefill may send more of these requests' KV."""
+
+    requests: tuple[tuple[str, int], ...]
+    idle_s: float
+
+
+ToInstance = Reserve | Prefill | Push | Release | Adopt | Shutdown
+BetweenInstances = HandOver | Fetch | Fetched | Refusal | Grant | Settled
 ToCoordinator = Ready | Refused | Progress | Heartbeat

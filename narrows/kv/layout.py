@@ -4,7 +4,7 @@ The pool is layer-major, and token-major inside a layer: `[num_layers, num_slots
 slots is one contiguous range of bytes per layer. The mask is `[num_layers, num_slots, num_kv_heads]` int8.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrows.errors import ConfigError
 
@@ -12,6 +12,8 @@ from narrows.errors import ConfigError
 MASK_ABSENT = 0
 MASK_LOCAL = 1
 MASK_REMOTE = 2
+
+DENSE_LAYERS = 2  # the first ones, which decode reads whole: they matter for every token (SmartGen, section 4.1)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -73,6 +75,10 @@ class KVLayout:
         assert 0 <= slot < self.num_slots, slot
         return layer * self.layer_bytes + slot * self.token_bytes
 
+    def resized(self, num_pages: int) -> "KVLayout":
+        """The same layout over another number of pages, as a peer may have it."""
+        return replace(self, num_pages=num_pages)
+
     @property
     def mask_layer_bytes(self) -> int:
         """The mask of one layer: the stride between layers in the mask."""
@@ -88,3 +94,14 @@ class KVLayout:
         assert 0 <= slot < self.num_slots, slot
         assert 0 <= head < self.num_kv_heads, head
         return layer * self.mask_layer_bytes + slot * self.num_kv_heads + head
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRows:
+    """Where a selector's key-derived metadata lies: `[num_layers, num_slots / tokens_per_row, row_bytes]`."""
+
+    row_bytes: int = 0  # of all KV heads; 0: there is none
+    tokens_per_row: int = 1
+
+    def layer_bytes(self, num_slots: int) -> int:
+        return num_slots // self.tokens_per_row * self.row_bytes

@@ -7,6 +7,7 @@ from itertools import pairwise
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import RequestId
 from narrows.core.request import FinishReason
+from narrows.core.wire import Delivered
 
 TOKEN_KINDS = (EventKind.FIRST_TOKEN, EventKind.TOKEN)
 
@@ -20,13 +21,25 @@ class RequestMetrics:
     token_times_s: tuple[float, ...] = ()
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
-    handover_bytes: int = 0  # all attempts together
+    handover_bytes: int = 0  # until decode could begin, all attempts together
+    delivered: tuple[Delivered, ...] = ()  # what crossed in all, by attempt
+    on_demand: tuple[tuple[int, int], ...] = ()  # of each later token: entries selected, entries fetched
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None  # None: still running
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_times_s)
+
+    @property
+    def total_bytes(self) -> int:
+        """All that crossed for its KV, on every path."""
+        return sum(delivered.num_bytes for delivered in self.delivered)
+
+    @property
+    def on_demand_ratio(self) -> tuple[float, ...]:
+        """Of each token behind the first: KV entries fetched / entries selected, the first two layers excluded."""
+        return tuple(fetched / selected if selected else 0.0 for selected, fetched in self.on_demand)
 
     @property
     def ttft_s(self) -> float | None:
@@ -84,6 +97,8 @@ def _measure_one(events: Sequence[Event]) -> RequestMetrics:
         num_prompt_tokens=arrived.num_prompt_tokens,
         cached_tokens=sum(event.cached_tokens for event in events if event.kind is EventKind.FIRST_TOKEN),
         handover_bytes=sum(event.num_bytes for event in events if event.kind is EventKind.HANDOVER_DONE),
+        delivered=tuple(event.delivered for event in events if event.delivered is not None),
+        on_demand=tuple((event.selected, event.fetched) for event in events if event.kind is EventKind.TOKEN),
         num_preemptions=sum(event.kind is EventKind.PREEMPTED for event in events),
         finish_reason=next((event.finish_reason for event in events if event.kind is EventKind.FINISHED), None),
     )
@@ -105,8 +120,8 @@ def ctl_s(requests: Iterable[RequestMetrics]) -> list[float]:
 def check_lifetime(events: Iterable[Event]) -> None:
     """Assert what holds for all events of requests that are over, whatever happened to them.
 
-    For each request: ARRIVED comes once and first, FINISHED once and last, with a reason; time does not go back; the
-    first token comes once and before the others. AssertionError names the request.
+    For each request: ARRIVED comes once and first, FINISHED once, with a reason, and behind it at most DELIVERED; time
+    does not go back; the first token comes once and before the others. AssertionError names the request.
     """
     by_request: dict[RequestId, list[Event]] = {}
     for event in events:
@@ -115,8 +130,10 @@ def check_lifetime(events: Iterable[Event]) -> None:
         kinds = [event.kind for event in its_events]
         said = f"request {request}: {' '.join(kinds)}"
         assert kinds.count(EventKind.FINISHED) == 1, f"not exactly one ending: {said}"
-        assert kinds[-1] is EventKind.FINISHED, f"something after the ending: {said}"
-        assert its_events[-1].finish_reason is not None, f"an ending without a reason: {said}"
+        rest = kinds[kinds.index(EventKind.FINISHED) + 1 :]
+        assert set(rest) <= {EventKind.DELIVERED}, f"something after the ending: {said}"
+        reason = its_events[kinds.index(EventKind.FINISHED)].finish_reason
+        assert reason is not None, f"an ending without a reason: {said}"
         assert kinds.count(EventKind.ARRIVED) == 1, f"not exactly one arrival: {said}"
         assert kinds[0] is EventKind.ARRIVED, f"something before the arrival: {said}"
         tokens = [kind for kind in kinds if kind in TOKEN_KINDS]

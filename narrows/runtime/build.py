@@ -1,28 +1,44 @@
 """Puts an instance together: model, pool, cache, phase."""
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_bytes
 
 import torch
+from torch import Tensor
 
 from narrows.attention.base import PagedAttention
+from narrows.attention.selective import SelectiveAttention
 from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
+from narrows.core.scheme import SCHEMES, Scheme
 from narrows.core.topology import InstanceInfo
 from narrows.kernels import load as load_kernels
 from narrows.kernels.base import Kernels
 from narrows.kv.cache import KVCache
+from narrows.kv.layout import DENSE_LAYERS, KVLayout, MetadataRows
 from narrows.kv.mask import KVMask
 from narrows.kv.pool import KVPool
 from narrows.models.layers.decoder import Model
 from narrows.models.load import load_model
+from narrows.profile.importance import ImportanceProfile
+from narrows.profile.timing import Timing
 from narrows.runtime.channel import Channel
-from narrows.runtime.decode import DecodePhase
+from narrows.runtime.decode import DecodePhase, Regions, Selection
 from narrows.runtime.phase import Ending, Instance, Phase
-from narrows.runtime.prefill import PrefillPhase
+from narrows.runtime.planning import Planner
+from narrows.runtime.prefill import Describe, PrefillPhase
 from narrows.runtime.runner import Runner
 from narrows.runtime.sizing import Sizes
-from narrows.transfer.base import Transport
+from narrows.select.base import MetadataLayout, Selector
+from narrows.transfer.base import Region, Transport
+from narrows.transfer.courier import Courier
+from narrows.transfer.fetcher import Fetcher
+from narrows.transfer.parcel import Source
 
+FETCH_PATIENCE_S = 30.0  # without a byte, before KV that a step waits for is given up
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -33,6 +49,24 @@ def build_model(
     kernels = kernels or load_kernels(config.kernels, config.threads)
     model = load_model(folder, DTYPES[config.dtype], kernels, max_positions=sizes.max_model_len)
     return model, PagedAttention(kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """How an instance selects and hands over KV. `selector` None: decode reads all of it."""
+
+    scheme: Scheme = SCHEMES["full"]
+    selector: Selector | None = None
+    profile: ImportanceProfile | None = None
+    timing: Timing | None = None
+    staged: bool = False
+    patience_s: float = FETCH_PATIENCE_S
+
+    def load_profile(self, path: str) -> ImportanceProfile:
+        """Raises ConfigError when the file is for another model or selector than the one in use."""
+        model = None if self.profile is None else self.profile.model
+        selector = None if self.selector is None else self.selector.fingerprint
+        return ImportanceProfile.load(Path(path), model=model, selector=selector)
 
 
 def build_instance(
@@ -46,38 +80,64 @@ def build_instance(
     incarnation: str,
     transport: Transport,
     channel: Channel,
+    handing: Handing = Handing(),
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Instance, InstanceInfo]:
     """One instance over its own pool, which the transport allocates. The model may be shared within a process."""
     layout = sizes.layout
     region = transport.allocate(layout.total_bytes)
     pool = KVPool(layout, DTYPES[config.dtype], region.buffer)
-    runner = Runner(model, pool, attention, layout.page_size, is_decode=role is Role.DECODE)
+    metadata = Metadata.allocate(handing.selector, layout, transport)
     ending = Ending(model.spec.eos_token_ids, sizes.max_model_len)
     reuse = config.enable_prefix_caching and role is Role.PREFILL
     cache = KVCache(layout.num_pages, layout.page_size, reuse_prefixes=reuse, salt=token_bytes(16))
     phase: Phase
     if role is Role.PREFILL:
         phase = PrefillPhase(
-            runner,
+            Runner(model, pool, attention, layout.page_size, is_decode=False),
             cache,
-            layout,
-            region,
-            transport,
+            Courier(Source(layout, region, metadata.region, metadata.rows), transport, clock),
+            Planner(layout.num_layers, handing.scheme, handing.profile, handing.timing),
             ending,
+            describe=metadata.describer(handing.selector, pool.layers),
+            load_profile=handing.load_profile,
+            clock=clock,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
     else:
         mask_region = transport.allocate(layout.mask_bytes)
+        mask = KVMask(layout, mask_region.buffer)
+        selection = None
+        if handing.selector is not None:
+            fetcher = Fetcher(
+                transport,
+                layout.num_kv_heads,
+                clock,
+                lambda timeout_s: instance.wait(timeout_s),
+                patience_s=handing.patience_s,
+            )
+            selective = SelectiveAttention(
+                attention.kernels,
+                handing.selector,
+                pool.layers,
+                mask.states,
+                metadata.layers,
+                fetcher,
+                staged=handing.staged,
+            )
+            selection = Selection(selective, fetcher, metadata.region)
         phase = DecodePhase(
-            runner,
+            Runner(
+                model, pool, attention if selection is None else selection.attention, layout.page_size, is_decode=True
+            ),
             cache,
-            KVMask(layout, mask_region.buffer),
-            region,
-            mask_region,
+            mask,
+            Regions(region, mask_region),
             transport,
             ending,
-            instance=name,
+            selection=selection,
+            name=name,
             max_num_seqs=config.max_num_seqs,
         )
     info = InstanceInfo(
@@ -91,4 +151,39 @@ def build_instance(
         sizes.max_model_len,
         model.spec.vocab_size,
     )
-    return Instance(phase, channel, transport), info
+    instance = Instance(phase, channel, transport)
+    return instance, info
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """An instance's memory for its selector's key-derived metadata."""
+
+    rows: MetadataRows
+    region: Region | None
+    layers: list[Tensor]  # per layer [num_slots / tokens_per_row, Hkv, row_bytes] uint8
+
+    @classmethod
+    def allocate(cls, selector: Selector | None, layout: KVLayout, transport: Transport) -> "Metadata":
+        shape = MetadataLayout(0) if selector is None else selector.metadata
+        rows = MetadataRows(shape.row_bytes * layout.num_kv_heads, shape.tokens_per_row)
+        num_rows = layout.num_slots // rows.tokens_per_row
+        if not rows.row_bytes:
+            empty = torch.empty(num_rows, layout.num_kv_heads, 0, dtype=torch.uint8)
+            return cls(rows, None, [empty] * layout.num_layers)
+        region = transport.allocate(layout.num_layers * rows.layer_bytes(layout.num_slots))
+        flat = torch.frombuffer(region.buffer, dtype=torch.uint8, count=len(region.buffer))
+        flat = flat[: layout.num_layers * rows.layer_bytes(layout.num_slots)]
+        layers = flat.view(layout.num_layers, num_rows, layout.num_kv_heads, shape.row_bytes).unbind(0)
+        return cls(rows, region, list(layers))
+
+    def describer(self, selector: Selector | None, pool: Sequence[Tensor]) -> Describe | None:
+        """What derives the metadata of new KV at prefill; None: there is none."""
+        if selector is None or self.region is None:
+            return None
+
+        def describe(layer: int, slots: Tensor) -> None:
+            if layer >= DENSE_LAYERS:
+                selector.describe(layer, pool[layer], slots, self.layers[layer])
+
+        return describe

@@ -8,45 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
 import zmq
 
-from narrows.core import wire
 from narrows.core.ids import InstanceId
-from narrows.core.wire import HandOver, Refused, ToCoordinator, ToInstance
+from narrows.core.wire import Refused, ToCoordinator, ToInstance
 from narrows.errors import TransportError
+from narrows.transfer.codec import decode, encode
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of some ten million tokens
-
-_TYPES: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        wire.Reserve,
-        wire.Prefill,
-        wire.Push,
-        wire.Release,
-        wire.Shutdown,
-        wire.Ready,
-        wire.Progress,
-        wire.Heartbeat,
-        wire.Refused,
-        wire.HandOver,
-    )
-}
-
-
-def encode(message: ToInstance | ToCoordinator | HandOver) -> bytes:
-    """Type name, a zero byte, then the fields as MessagePack."""
-    return type(message).__name__.encode() + b"\0" + msgspec.msgpack.encode(message)
-
-
-def decode(frame: bytes) -> ToInstance | ToCoordinator | HandOver:
-    """The reverse of encode. Raises TransportError on what is not a message of ours."""
-    name, _, body = frame.partition(b"\0")
-    try:
-        return msgspec.msgpack.decode(body, type=_TYPES[name.decode()])
-    except (KeyError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise TransportError(f"not a message: {error}") from error
 
 
 class Channel(Protocol):

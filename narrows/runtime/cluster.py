@@ -25,12 +25,13 @@ from narrows.metrics.export import PrometheusExporter
 from narrows.models.catalog import MODELS, resolve
 from narrows.models.gguf.cache import Progress
 from narrows.models.spec import read_spec
-from narrows.runtime.channel import ZmqHub, decode, encode
+from narrows.runtime.channel import ZmqHub
 from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status
 from narrows.runtime.coordinator import Coordinator
 from narrows.runtime.launch_local import Launcher, Worker
 from narrows.runtime.sizing import plan_sizes
 from narrows.sched.least_batch import LeastBatch
+from narrows.transfer.codec import decode, encode
 
 TURN_MS = 200  # how often deaths and silence are looked for when nothing comes
 CLOSE_TIMEOUT_S = 5.0

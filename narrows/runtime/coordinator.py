@@ -18,6 +18,7 @@ from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason, Request, is_whole
 from narrows.core.wire import (
+    Delivered,
     Failed,
     Heartbeat,
     Prefill,
@@ -140,6 +141,8 @@ class Coordinator:
             self._on_produced(instance, produced, now_s)
         for failed in progress.failed:
             self._on_failed(instance, failed, now_s)
+        for delivered in progress.delivered:
+            self._on_delivered(instance, delivered, now_s)
         for released in progress.released:
             self._unbind((released.request, released.generation), instance)
         self._members[instance].load = progress.load
@@ -168,10 +171,16 @@ class Coordinator:
             self._emit(EventKind.HANDOVER_DONE, track, now_s, instance=instance, num_bytes=started.handover_bytes)
             self._emit(EventKind.DECODE_STARTED, track, now_s, instance=instance)
 
+    def _on_delivered(self, instance: InstanceId, delivered: Delivered, now_s: float) -> None:
+        """Told even when the request has ended: what crossed for it belongs to the books."""
+        if delivered.num_bytes:
+            event = Event(EventKind.DELIVERED, RequestId(delivered.request), now_s, instance, delivered=delivered)
+            self._observe(event)
+
     def _on_produced(self, instance: InstanceId, produced: Produced, now_s: float) -> None:
         key = (produced.request, produced.generation)
         at_decode = self._members[instance].info.role is Role.DECODE
-        if at_decode and produced.finish_reason is not None:
+        if at_decode and produced.finish_reason is not None and not produced.held:
             self._unbind(key, instance)
         elif at_decode and key in self._holds:
             self._holds[key].num_tokens += 1
@@ -198,6 +207,8 @@ class Coordinator:
             token=token.id,
             logprob=token.logprob,
             cached_tokens=track.cached_tokens if first else 0,
+            selected=produced.selected,
+            fetched=produced.fetched,
         )
         track.sink(Output(track.request.id, (token,), cached_tokens=track.cached_tokens))
         ended = self._current(*track.key) is not track  # the sink may have taken the request back
@@ -212,7 +223,7 @@ class Coordinator:
         if track is None:
             return
         if failed.retry:
-            self._start_over(track, now_s, failed.error, lost=failed.held)
+            self._start_over(track, now_s, failed.error, lost=not failed.preempted)
         else:
             self._end(track, now_s, FinishReason.ERROR, failed.error)
 

@@ -1,17 +1,18 @@
 """What prefill and decode instances have in common: the turn, the report, the sampling of a step."""
 
-from collections.abc import Sequence
+import select
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from narrows.core.request import FinishReason, Request, SampledToken
-from narrows.core.wire import Failed, Load, Produced, Progress, Released, Reserved, Started, ToInstance
+from narrows.core.wire import Delivered, Failed, Load, Produced, Progress, Released, Reserved, Started, ToInstance
 from narrows.runtime.channel import Channel
 from narrows.runtime.sampler import BrokenLogits, SamplingRow, sample
 from narrows.runtime.stopping import finish_reason
-from narrows.transfer.base import Transport, TransportEvent
+from narrows.transfer.base import Transport
 
 
 @dataclass(slots=True)
@@ -23,10 +24,11 @@ class Report:
     produced: list[Produced] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     released: list[Released] = field(default_factory=list)
+    delivered: list[Delivered] = field(default_factory=list)
 
     def take(self, load: Load) -> Progress | None:
         """The turn's message, or None when there is nothing to say; the report is empty again."""
-        parts = (self.reserved, self.started, self.produced, self.failed, self.released)
+        parts = (self.reserved, self.started, self.produced, self.failed, self.released, self.delivered)
         if not any(parts):
             return None
         progress = Progress(
@@ -35,6 +37,7 @@ class Report:
             tuple(self.produced),
             tuple(self.failed),
             tuple(self.released),
+            tuple(self.delivered),
             load,
         )
         for part in parts:
@@ -88,10 +91,17 @@ class Phase(Protocol):
     """Prefill or decode: what an instance does with messages, transport events and its time."""
 
     report: Report
+    instance: "Instance"  # set by it
 
     def handle(self, message: ToInstance) -> None: ...
 
-    def on_event(self, event: TransportEvent) -> None: ...
+    def is_urgent(self, message: ToInstance) -> bool:
+        """Whether a message may and should be handled in the middle of a step."""
+        ...
+
+    def serve(self) -> bool:
+        """Take in what the transport has; False when there was nothing."""
+        ...
 
     def step(self) -> bool:
         """Run the model once on what is ready; False when nothing is."""
@@ -101,24 +111,44 @@ class Phase(Protocol):
 
 
 class Instance:
-    """One phase with its two links to the world. `turn` never blocks but to compute."""
+    """One phase with its link to the coordinator. `turn` blocks only to compute and, at decode, for KV of a step."""
 
     def __init__(self, phase: Phase, channel: Channel, transport: Transport) -> None:
         self.phase = phase
         self.channel = channel
         self.transport = transport
+        self.pause: Callable[[float], None] = self._wait_for_transport
+        self._later: list[ToInstance] = []
+        phase.instance = self
 
     def turn(self) -> bool:
         """Take in what has come, compute one step, say what is new. False when there was nothing to do."""
-        messages, events = self.channel.receive(), self.transport.poll()
+        messages = [*self._later, *self.channel.receive()]
+        self._later = []
         for message in messages:
             self.phase.handle(message)
-        for event in events:
-            self.phase.on_event(event)
+        served = self.phase.serve()
         self._tell()  # answers do not wait for the step
         stepped = self.phase.step()
         self._tell()
-        return bool(messages) or bool(events) or stepped
+        return bool(messages) or served or stepped
+
+    def intake(self) -> None:
+        """In the middle of a step: what is urgent is handled and answered, the rest waits for the next turn."""
+        for message in self.channel.receive():
+            if self.phase.is_urgent(message):
+                self.phase.handle(message)
+            else:
+                self._later.append(message)
+        self._tell()
+
+    def wait(self, timeout_s: float) -> None:
+        """In the middle of a step: until the transport may have something, at most so long; messages are taken in."""
+        self.pause(timeout_s)
+        self.intake()
+
+    def _wait_for_transport(self, timeout_s: float) -> None:
+        select.select([self.transport.fileno()], [], [], timeout_s)
 
     def _tell(self) -> None:
         progress = self.phase.report.take(self.phase.load())

@@ -1,57 +1,68 @@
 """A prefill instance: computes prompts in chunks and pushes their KV layer by layer to where decode made room.
 
 waiting ──pages──▶ running ──last chunk──▶ leased ──all delivered──▶ released; its pages become prefix cache
-                      │ each layer of each chunk is posted as soon as it is stored, while the next computes
+                      │ each layer of each chunk goes to the courier as soon as it is stored, while the next computes
+
+What crosses when is the courier's to decide (transfer.courier), how each hand-over is planned the planner's.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from narrows.core.plan import Landing
 from narrows.core.request import Request
-from narrows.core.wire import Failed, HandOver, Load, Prefill, Produced, Push, Release, Released, Started, ToInstance
-from narrows.errors import PeerLost
+from narrows.core.scheme import Scheme
+from narrows.core.wire import (
+    Adopt,
+    Delivered,
+    Failed,
+    HandOver,
+    Load,
+    Prefill,
+    Produced,
+    Push,
+    Release,
+    Released,
+    Started,
+    ToInstance,
+)
+from narrows.errors import ConfigError
 from narrows.kv.cache import KVCache
-from narrows.kv.layout import KVLayout
 from narrows.kv.table import BlockTable
-from narrows.runtime.channel import encode
-from narrows.runtime.phase import Choice, Ending, Report
+from narrows.profile.importance import ImportanceProfile
+from narrows.runtime.phase import Choice, Ending, Instance, Report
+from narrows.runtime.planning import Planner
 from narrows.runtime.runner import Rows, Runner
 from narrows.sched.chunks import plan_chunks
-from narrows.transfer.base import (
-    Copy,
-    Done,
-    Dropped,
-    Post,
-    PostId,
-    Priority,
-    Put,
-    Region,
-    Tag,
-    Transport,
-    TransportEvent,
-)
-from narrows.transfer.plan import clip, plan_layer
+from narrows.transfer.codec import encode
+from narrows.transfer.courier import Courier
 
-CONNECT_TIMEOUT_S = 2.0
+_log = logging.getLogger(__name__)
+
+Describe = Callable[[int, Tensor], None]  # layer, slots [T] int32
 
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of one request here. `stored[l]` and `posted[l]` count leading tokens, layer by layer."""
+    """One attempt of one request here."""
 
     request: Request
     table: BlockTable | None = None  # None: waiting for pages
     cached_tokens: int = 0
     computed: int = 0
-    stored: list[int] = field(default_factory=list)
-    posted: list[int] = field(default_factory=list)
     landing: Landing | None = None
     token: int | None = None  # sampled here
-    handed_over: bool = False  # the last post is out
     failed: bool = False  # reported; only Release follows
     releasing: bool = False
-    open_posts: set[PostId] = field(default_factory=set)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.id, self.request.generation
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -69,51 +80,73 @@ class PrefillPhase:
         self,
         runner: Runner,
         cache: KVCache,
-        layout: KVLayout,
-        region: Region,
-        transport: Transport,
+        courier: Courier,
+        planner: Planner,
         ending: Ending,
         *,
+        describe: Describe | None,  # derives selector metadata of new KV; None: there is none
+        load_profile: Callable[[str], ImportanceProfile],
+        clock: Callable[[], float],
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
         self.report = Report()
+        self.instance: Instance
+        self.courier = courier
         self._runner = runner
         self._cache = cache
-        self._layout = layout
-        self._region = region
-        self._transport = transport
+        self._planner = planner
         self._ending = ending
+        self._describe = describe
+        self._load_profile = load_profile
+        self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._jobs: dict[tuple[str, int], Job] = {}  # in order of arrival
-        self._posts: dict[PostId, Job] = {}
 
     # ---- messages and events
 
     def handle(self, message: ToInstance) -> None:
         if isinstance(message, Prefill):
             job = Job(message.request)
-            self._jobs[job.request.id, job.request.generation] = job
+            self._jobs[job.key] = job
         elif isinstance(message, Push):
-            job_or_none = self._jobs.get((message.landing.request, message.landing.generation))
-            if job_or_none is not None and not job_or_none.releasing:
-                job_or_none.landing = message.landing
-                self._push_all(job_or_none)
+            self._on_push(message.landing)
         elif isinstance(message, Release):
             self._on_release(message)
+        elif isinstance(message, Adopt):
+            self._adopt(message)
 
-    def on_event(self, event: TransportEvent) -> None:
-        if not isinstance(event, Done | Dropped):
-            return
-        job = self._posts.pop(event.post, None)
-        if job is None:
-            return
-        job.open_posts.discard(event.post)
-        if isinstance(event, Dropped) and not job.releasing:
-            self._fail(job, f"its KV did not arrive at {event.peer}: {event.error}", retry=True)
-        if not job.open_posts and (job.releasing or (job.handed_over and not job.failed)):
-            self._let_go(job)
+    def is_urgent(self, message: ToInstance) -> bool:
+        return isinstance(message, Push)
+
+    def serve(self) -> bool:
+        served = self.courier.serve()
+        return self._take_news() or served
+
+    def _take_news(self) -> bool:
+        news = self.courier.take_news()
+        for item in news:
+            if isinstance(item, Delivered):
+                self.report.delivered.append(item)
+                job = self._jobs.get((item.request, item.generation))
+                if job is not None:
+                    self._let_go(job)
+            elif item.key in self._jobs:
+                self._fail(self._jobs[item.key], item.error, retry=True)
+        return bool(news)
+
+    def _on_push(self, landing: Landing) -> None:
+        job = self._jobs.get((landing.request, landing.generation))
+        if job is not None and not job.releasing:
+            job.landing = landing
+            if job.table is not None:
+                self._land(job)
+
+    def _land(self, job: Job) -> None:
+        assert job.landing is not None
+        plan = self._planner.plan(job.key, len(job.tokens), len(job.tokens) - job.computed)
+        self.courier.land(job.landing, plan)
 
     def _on_release(self, message: Release) -> None:
         job = self._jobs.get((message.request, message.generation))
@@ -121,21 +154,32 @@ class PrefillPhase:
             self.report.released.append(Released(message.request, message.generation))
             return
         job.releasing = True
-        if job.open_posts:
-            self._transport.cancel(message.request, message.generation)
-        else:
+        if job.table is None:
             self._let_go(job)
+        else:
+            self.courier.cancel(job.key)
+            self._take_news()
+
+    def _adopt(self, message: Adopt) -> None:
+        """Hand over by another scheme or profile from now on; what can not be is refused and the old one stays."""
+        try:
+            profile = self._planner.profile if message.profile is None else self._load_profile(message.profile)
+            self._planner.adopt(message.scheme, profile)
+        except ConfigError as error:
+            _log.error("the hand-over stays as it is: %s", error)
+        else:
+            _log.info("hand-overs follow scheme %s, profile %s", message.scheme.name, message.profile or "as before")
 
     def _let_go(self, job: Job) -> None:
         if job.table is not None:
             self._cache.release(job.table)
-        del self._jobs[job.request.id, job.request.generation]
-        self.report.released.append(Released(job.request.id, job.request.generation))
+        del self._jobs[job.key]
+        self.report.released.append(Released(*job.key))
 
     def _fail(self, job: Job, error: str, *, retry: bool) -> None:
         if not job.failed:
             job.failed = True
-            self.report.failed.append(Failed(job.request.id, job.request.generation, error, retry))
+            self.report.failed.append(Failed(*job.key, error=error, retry=retry))
 
     # ---- computing
 
@@ -146,7 +190,10 @@ class PrefillPhase:
         plan = [(job, self._rows(job, chunk)) for job, chunk in zip(jobs, chunks, strict=True) if chunk]
         if not plan:
             return False
-        logits = self._runner.run([rows for _, rows in plan], lambda layer: self._on_layer(plan, layer))
+        began_s = self._clock()
+        slots = torch.from_numpy(np.concatenate([rows.table.slots(rows.start, rows.stop) for _, rows in plan]))
+        logits = self._runner.run([rows for _, rows in plan], lambda layer: self._on_layer(plan, layer, slots))
+        self._planner.observe([(len(rows.tokens), rows.stop) for _, rows in plan], self._clock() - began_s)
         self._apply(plan, logits)
         return True
 
@@ -164,8 +211,9 @@ class PrefillPhase:
                 return
             job.table, job.cached_tokens = admission.table, admission.cached_tokens
             job.computed = job.cached_tokens
-            job.stored = [job.cached_tokens] * self._layout.num_layers
-            job.posted = [0] * self._layout.num_layers
+            self.courier.open(job.key, job.table.slots(0, len(job.tokens)), job.cached_tokens)
+            if job.landing is not None:
+                self._land(job)
             open_tokens += len(job.tokens) - job.computed
             running += 1
             self.report.started.append(Started(job.request.id, job.request.generation))
@@ -186,19 +234,21 @@ class PrefillPhase:
         stop = job.computed + chunk
         return Rows(job.table, job.computed, job.tokens[job.computed : stop], wants_logits=stop == len(job.tokens))
 
-    def _on_layer(self, plan: Sequence[tuple[Job, Rows]], layer: int) -> None:
-        """Layer `layer` of this step's KV is in the pool: send it while the next one computes."""
+    def _on_layer(self, plan: Sequence[tuple[Job, Rows]], layer: int, slots: Tensor) -> None:
+        """Layer `layer` of this step's KV is in the pool: it may cross while the next one computes."""
+        if self._describe is not None:
+            self._describe(layer, slots)
         for job, rows in plan:
-            job.stored[layer] = rows.stop
-            self._push(job, layer)
+            self.courier.store(job.key, layer, rows.stop)
+        self.instance.intake()
 
-    def _apply(self, plan: Sequence[tuple[Job, Rows]], logits: object) -> None:
+    def _apply(self, plan: Sequence[tuple[Job, Rows]], logits: Tensor) -> None:
         for job, rows in plan:
             assert job.table is not None
             job.computed = rows.stop
             self._cache.commit(job.table, job.tokens[: rows.stop])
         finished = [job for job, rows in plan if rows.wants_logits]
-        for job, choice in zip(finished, self._ending.choose(logits, [j.request for j in finished]), strict=True):  # type: ignore[arg-type]
+        for job, choice in zip(finished, self._ending.choose(logits, [j.request for j in finished]), strict=True):
             if isinstance(choice, Choice):
                 self._hand_over(job, choice)
             else:
@@ -206,71 +256,17 @@ class PrefillPhase:
                 self._cache.discard(job.table)
                 self._fail(job, choice, retry=False)
 
-    # ---- pushing
-
     def _hand_over(self, job: Job, choice: Choice) -> None:
-        job.token = choice.token.id
+        token, num_tokens = choice.token.id, len(job.tokens)
+        job.token = token
         self.report.produced.append(
-            Produced(
-                job.request.id,
-                job.request.generation,
-                len(job.request.output),
-                choice.token,
-                choice.finish_reason,
-                job.cached_tokens,
-            )
-        )
-        self._push_last(job)
-
-    def _push_all(self, job: Job) -> None:
-        for layer in range(len(job.stored)):
-            self._push(job, layer)
-        self._push_last(job)
-
-    def _push(self, job: Job, layer: int) -> None:
-        """Post what this layer has stored and not posted yet, its mask update behind it."""
-        start, stop = job.posted[layer], job.stored[layer]
-        if job.landing is None or job.table is None or start == stop or job.failed:
-            return
-        job.posted[layer] = stop
-        target = replace(self._layout, num_pages=job.landing.num_slots // self._layout.page_size)
-        push = plan_layer(self._layout, target, layer, job.table.runs(start, stop), clip(job.landing.runs, start, stop))
-        self._post(
-            job,
-            job.landing,
-            layer,
-            copies=(Copy(self._region, push.source_offsets, push.target_offsets, push.lengths),),
-            trailing=tuple(Put(job.landing.mask, offset, data) for offset, data in push.mask_puts),
+            Produced(*job.key, len(job.request.output), choice.token, choice.finish_reason, job.cached_tokens)
         )
 
-    def _push_last(self, job: Job) -> None:
-        """When prompt and pushes are complete: the note that lets decode begin."""
-        if job.token is None or job.landing is None or job.handed_over:
-            return
-        note = encode(HandOver(job.token, len(job.tokens)))
-        self._post(job, job.landing, self._layout.num_layers, note=note)
-        job.handed_over = True
+        def note(scheme: Scheme, full: bool) -> bytes:
+            return encode(HandOver(token, num_tokens, full, scheme.parallel_lanes, scheme.speculative))
 
-    def _post(
-        self,
-        job: Job,
-        landing: Landing,
-        layer: int,
-        copies: tuple[Copy, ...] = (),
-        trailing: tuple[Put, ...] = (),
-        note: bytes = b"",
-    ) -> None:
-        if job.failed:
-            return
-        tag = Tag(job.request.id, job.request.generation, layer)
-        try:
-            peer = self._transport.connect(landing.address, timeout_s=CONNECT_TIMEOUT_S)
-            post = self._transport.post(peer, Post(tag, Priority.PROACTIVE, landing.pool, copies, trailing, note))
-        except PeerLost as error:
-            self._fail(job, f"its KV can not be sent to {landing.instance}: {error}", retry=True)
-            return
-        job.open_posts.add(post)
-        self._posts[post] = job
+        self.courier.finish(job.key, note)
 
     def load(self) -> Load:
         running = sum(job.table is not None for job in self._jobs.values())

@@ -33,7 +33,7 @@ class MetadataLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVIndex:
-    """Token positions to read, per row ascending and without repeats, then -1. The newest token is always among them."""
+    """Token positions to read, ascending in each row, then -1. The newest token is always among them."""
 
     positions: Tensor  # [R * Hkv, k] int32
     counts: Tensor  # [R * Hkv] int32, the valid ones of each row, at least 1

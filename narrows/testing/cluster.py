@@ -3,6 +3,7 @@
 What runs here is what runs between processes; only the launcher and the sockets of the control channel are left out.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from narrows.core.request import FinishReason, Request
 from narrows.core.wire import Ready
 from narrows.models.layers.decoder import Model
 from narrows.models.spec import read_spec
-from narrows.runtime.build import build_instance, build_model
+from narrows.runtime.build import Handing, build_instance, build_model
 from narrows.runtime.channel import MemoryHub
 from narrows.runtime.client import Output
 from narrows.runtime.coordinator import Coordinator
 from narrows.runtime.phase import Instance
+from narrows.runtime.prefill import PrefillPhase
 from narrows.runtime.sizing import plan_sizes
 from narrows.sched.least_batch import LeastBatch
 from narrows.transfer.base import Transport, TransportConfig
@@ -44,8 +46,10 @@ class MemoryCluster:
         transport: str = "loopback",
         wrap: Callable[[InstanceId, Transport], Transport] = lambda _name, transport: transport,
         loaded: tuple[Model, PagedAttention] | None = None,
+        handing: Handing | None = None,  # None: full transfer, decode reads all KV
     ) -> None:
         self.config = config
+        self.handing = handing or Handing()
         self.sizes = plan_sizes(config, read_spec(folder))
         self.loaded = loaded or build_model(config, str(folder), self.sizes)
         self.clock = MonotonicClock()
@@ -87,7 +91,10 @@ class MemoryCluster:
             incarnation=incarnation,
             transport=self._wrap(name, transport),
             channel=channel,
+            handing=self.handing,
+            clock=self.clock.now,
         )
+        self.instances[name].pause = lambda _timeout_s: self.between(name)
         channel.send(Ready(info))
 
     def kill(self, name: InstanceId) -> None:
@@ -118,6 +125,20 @@ class MemoryCluster:
         if self._kind in ("loopback", "null"):
             self._transport_hub.settle()
         return busy
+
+    def between(self, waiting: InstanceId) -> None:
+        """An instance waits in the middle of its step: what runs beside it in other processes does so here. Others
+        serve their links (as prefill's second thread does) and messages cross; nobody computes."""
+        self.deliver()
+        while self.coordinator.outbox:
+            self._hub.send(*self.coordinator.outbox.popleft())
+        for name, instance in list(self.instances.items()):
+            if name != waiting and isinstance(instance.phase, PrefillPhase):
+                instance.phase.courier.serve()
+        if self._kind in ("loopback", "null"):
+            self._transport_hub.settle()
+        else:
+            time.sleep(0.0005)  # their transports have threads
 
     def run(self) -> None:
         """Turn until every request has ended and nothing is held anywhere."""

@@ -1,74 +1,89 @@
-"""Which bytes of a hand-over go where, as integers. Pure: no transport, no tensors, no clock."""
+"""What is pushed when, and which bytes of it go where, as integers. Pure: no transport, no tensors, no clock.
 
-from collections.abc import Iterator, Sequence
+A *KV block* is the unit of importance and push: one of M equal runs of a prompt's tokens in one layer (SmartGen section
+4.1), numbered layer * M + m. M is as configured, or the number of tokens where a prompt has fewer.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.kv.layout import MASK_LOCAL, KVLayout
+from narrows.kv.layout import DENSE_LAYERS, MASK_LOCAL, KVLayout
 
-Runs = Sequence[tuple[int, int]]  # (first slot, number of slots), in token order
-MASK_PUT_BYTES = 16 * 1024  # longer mask updates are split
+Ints = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
+
+MASK_PUT_BYTES = 1024  # longer mask updates are split, so that each fits a frame
+
+
+def block_edges(num_tokens: int, num_blocks: int) -> Ints:
+    """Token edges [M + 1] of M = min(num_blocks, num_tokens) blocks, whose sizes differ by at most one token."""
+    assert num_tokens > 0 and num_blocks > 0
+    count = min(num_blocks, num_tokens)
+    return np.arange(count + 1, dtype=np.int64) * num_tokens // count
+
+
+def num_pushed(num_layers: int, num_blocks: int, prefill_s: float, transfer_s: float) -> int:
+    """Kr of equation 2: how many of the num_layers * num_blocks KV blocks can cross while prefill still computes.
+
+    `prefill_s` is Tp, `transfer_s` is Tt, the time of everything, metadata included. The first layer's KV exists only
+    after a layer's time, hence L - 1; at least the first two layers are pushed and at most all.
+    """
+    most = num_layers * num_blocks
+    least = min(DENSE_LAYERS, num_layers) * num_blocks
+    if transfer_s <= 0.0:
+        return most
+    return int(min(max(num_blocks * (num_layers - 1) * prefill_s / transfer_s, least), most))
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPush:
-    """Tokens of one layer on their way from pool to pool, then the mask updates that announce them.
+class Copies:
+    """Contiguous pieces of bytes, adjacent ones joined: three int64 arrays of one length."""
 
-    The three arrays are int64, one item a contiguous block of bytes; `mask_puts` are (offset in the mask, bytes).
+    source_offsets: Ints
+    target_offsets: Ints
+    lengths: Ints
+
+
+def plan_copies(
+    row_bytes: int, source_stride: int, target_stride: int, layers: Ints, source_rows: Ints, target_rows: Ints
+) -> Copies:
+    """Rows of `row_bytes` from one layered region to another, whose layers begin every `*_stride` bytes.
+
+    Row i of the three arrays goes from (layers[i], source_rows[i]) to (layers[i], target_rows[i]); where followers are
+    adjacent on both sides they become one piece.
     """
-
-    source_offsets: npt.NDArray[np.int64]
-    target_offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    mask_puts: tuple[tuple[int, bytes], ...]
-
-
-def plan_layer(source: KVLayout, target: KVLayout, layer: int, source_runs: Runs, target_runs: Runs) -> LayerPush:
-    """Move the tokens in `source_runs` to `target_runs`, which hold equally many, in one layer.
-
-    The layouts differ in num_pages only. Each block is a run that is contiguous on both sides.
-    """
-    assert source.token_bytes == target.token_bytes and source.num_layers == target.num_layers
-    blocks = list(aligned(source_runs, target_runs))
-    return LayerPush(
-        np.array([source.offset(layer, at) for at, _, _ in blocks], dtype=np.int64),
-        np.array([target.offset(layer, to) for _, to, _ in blocks], dtype=np.int64),
-        np.array([count * source.token_bytes for _, _, count in blocks], dtype=np.int64),
-        tuple(_mask_puts(target, layer, target_runs)),
-    )
+    sources = layers * source_stride + source_rows * row_bytes
+    targets = layers * target_stride + target_rows * row_bytes
+    if not len(sources):
+        return Copies(sources, targets, sources)
+    apart = (np.diff(sources) != row_bytes) | (np.diff(targets) != row_bytes)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    counts = np.diff(np.append(first, len(sources)))
+    return Copies(sources[first], targets[first], counts * row_bytes)
 
 
-def aligned(source_runs: Runs, target_runs: Runs) -> Iterator[tuple[int, int, int]]:
-    """Cut two run lists of equal length at each other's edges: (source slot, target slot, number of slots)."""
-    assert sum(n for _, n in source_runs) == sum(n for _, n in target_runs)
-    targets = iter(target_runs)
-    to, room = 0, 0
-    for at, count in source_runs:
-        while count:
-            if not room:
-                to, room = next(targets)
-            step = min(count, room)
-            if step:
-                yield at, to, step
-            at, to, count, room = at + step, to + step, count - step, room - step
-
-
-def clip(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
-    """The part of a run list that holds its tokens start..stop-1."""
-    clipped, before = [], 0
-    for first, count in runs:
-        low, high = max(start - before, 0), min(stop - before, count)
-        if low < high:
-            clipped.append((first + low, high - low))
-        before += count
-    return clipped
-
-
-def _mask_puts(layout: KVLayout, layer: int, runs: Runs) -> Iterator[tuple[int, bytes]]:
-    heads = layout.num_kv_heads
+def plan_mask(target: KVLayout, layers: Ints, target_slots: Ints) -> Iterator[tuple[int, bytes]]:
+    """Mask updates (offset, bytes) that say of these slots, all heads, that their KV is there."""
+    heads = target.num_kv_heads
+    places = layers * target.num_slots + target_slots
+    if not len(places):
+        return
+    first = np.concatenate(([0], np.flatnonzero(np.diff(places) != 1) + 1))
+    counts = np.diff(np.append(first, len(places)))
     most = max(1, MASK_PUT_BYTES // heads)
-    for first, count in runs:
-        for at in range(first, first + count, most):
-            yield layout.mask_offset(layer, at), bytes([MASK_LOCAL]) * (min(most, first + count - at) * heads)
+    local = bytes([MASK_LOCAL]) * (most * heads)
+    for place, count in zip(places[first].tolist(), counts.tolist(), strict=True):
+        for at in range(place, place + count, most):
+            yield at * heads, local[: min(most, place + count - at) * heads]
+
+
+def spread(first: Ints, stop: Ints) -> Ints:
+    """All integers of the ranges first[i]..stop[i]-1, one range after the other."""
+    counts = stop - first
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    values: Ints = np.arange(total, dtype=np.int64) + np.repeat(first - (ends - counts), counts)
+    return values

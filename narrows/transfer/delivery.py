@@ -1,0 +1,96 @@
+"""One hand-over at the side that sends: which KV is ready, sent, fetched; and what goes next. Integers only.
+
+Every KV block is sent at most once by a push, proactive or speculative, most important first among those whose tokens
+are computed. Entries that decode fetched are remembered, so that a push leaves out tokens it has already.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from narrows.kv.layout import DENSE_LAYERS
+from narrows.transfer.plan import Ints, spread
+
+_NONE = np.empty(0, np.int64)
+
+
+class Delivery:
+    """`order` lists all blocks, the most important first. Until `push` says how many, none is to be pushed."""
+
+    def __init__(self, num_layers: int, num_kv_heads: int, edges: Ints, order: Ints) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = len(edges) - 1
+        self.num_tokens = int(edges[-1])
+        assert len(order) == num_layers * self.num_blocks, (len(order), num_layers, self.num_blocks)
+        self._edges = edges
+        self._order = self._pending = np.asarray(order, dtype=np.int64)
+        self._proactive = np.zeros(len(order), dtype=bool)
+        self._stored = np.zeros(num_layers, dtype=np.int64)
+        self._fetched = np.zeros((num_layers, self.num_tokens, num_kv_heads), dtype=bool)
+        self._sent = np.zeros((num_layers, self.num_tokens), dtype=bool)
+        self.pushed = 0  # blocks sent so far
+
+    @property
+    def num_left(self) -> int:
+        """Blocks not pushed yet."""
+        return len(self._pending)
+
+    def push(self, num_blocks: int) -> None:
+        """So many of the most important blocks are to be pushed before decode begins, those already sent included."""
+        self._proactive[self._order[:num_blocks]] = True
+
+    def store(self, layer: int, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is computed in this layer."""
+        self._stored[layer] = num_tokens
+
+    def has_dense(self) -> bool:
+        """Whether the first layers, which decode reads whole, have been taken."""
+        return not bool((self._pending < DENSE_LAYERS * self.num_blocks).any())
+
+    def take(self, max_tokens: int, *, proactive: bool, dense: bool = False) -> tuple[Ints, Ints]:
+        """The next ready blocks of at most `max_tokens` tokens together, at least one: their (layers, tokens), sorted.
+
+        `proactive`: only what is to be pushed before decode begins; `dense`: only the first layers. What decode has
+        fetched is left out, so fewer tokens may come back, or none although blocks were taken; then take again.
+        """
+        pending = self._pending
+        layers, blocks = np.divmod(pending, self.num_blocks)
+        ready = self._edges[blocks + 1] <= self._stored[layers]
+        if proactive:
+            ready &= self._proactive[pending]
+        if dense:
+            ready &= layers < DENSE_LAYERS
+        chosen = np.flatnonzero(ready)
+        if not len(chosen):
+            return _NONE, _NONE
+        sizes = np.cumsum(self._edges[blocks[chosen] + 1] - self._edges[blocks[chosen]])
+        chosen = chosen[: max(1, int(np.searchsorted(sizes, max_tokens, side="right")))]
+        self._pending = np.delete(pending, chosen)
+        self.pushed += len(chosen)
+        taken = np.sort(pending[chosen])
+        layers, blocks = np.divmod(taken, self.num_blocks)
+        first, stop = self._edges[blocks], self._edges[blocks + 1]
+        tokens = spread(first, stop)
+        layers = np.repeat(layers, stop - first)
+        missing = ~self._fetched[layers, tokens].all(axis=1)
+        layers, tokens = layers[missing], tokens[missing]
+        self._sent[layers, tokens] = True
+        return layers, tokens
+
+    def has_ready(self, *, proactive: bool) -> bool:
+        layers, blocks = np.divmod(self._pending, self.num_blocks)
+        ready = self._edges[blocks + 1] <= self._stored[layers]
+        return bool((ready & self._proactive[self._pending] if proactive else ready).any())
+
+    def repeats(self, layers: Ints, tokens: Ints) -> int:
+        """Of these tokens, which are about to be pushed, the entries that decode has fetched."""
+        return int(self._fetched[layers, tokens].sum())
+
+    def fetch(self, layer: int, positions: Sequence[npt.NDArray[np.int64]]) -> int:
+        """Decode fetches these positions of each KV head; returns how many of them it was sent already."""
+        repeats = 0
+        for head, tokens in enumerate(positions):
+            repeats += int((self._sent[layer, tokens] | self._fetched[layer, tokens, head]).sum())
+            self._fetched[layer, tokens, head] = True
+        return repeats

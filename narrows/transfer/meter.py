@@ -1,0 +1,37 @@
+"""How fast a link is, from what crosses it anyway: time is an argument."""
+
+_LEAST_BYTES = 32 * 1024  # fewer say more of latency than of rate
+_LEAST_S = 0.02  # of a busy link, before it is judged while more is on its way
+_WEIGHT = 0.4  # of the newest sample
+
+
+class LinkMeter:
+    """The rate of one direction to one peer, judged only over stretches in which something was always on its way."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None  # None: nothing has crossed yet
+        self._in_flight = 0
+        self._since_s = 0.0
+        self._landed = 0
+
+    def sent(self, num_bytes: int, now_s: float) -> None:
+        """So many bytes are handed to the link."""
+        if self._in_flight <= 0:
+            self._in_flight, self._landed, self._since_s = 0, 0, now_s
+        self._in_flight += num_bytes
+
+    def landed(self, num_bytes: int, now_s: float) -> None:
+        """So many of those sent have arrived (or were given up, and then are not counted: 0 landed is `dropped`)."""
+        self._in_flight -= num_bytes
+        self._landed += num_bytes
+        elapsed_s = now_s - self._since_s
+        if self._landed >= _LEAST_BYTES and elapsed_s > 0 and (self._in_flight <= 0 or elapsed_s >= _LEAST_S):
+            sample = self._landed / elapsed_s
+            old = self.bytes_per_s
+            self.bytes_per_s = sample if old is None else old + _WEIGHT * (sample - old)
+            self._landed, self._since_s = 0, now_s
+
+    def dropped(self, num_bytes: int) -> None:
+        """So many bytes will not arrive: what was measured with them says nothing."""
+        self._in_flight -= num_bytes
+        self._landed = 0
