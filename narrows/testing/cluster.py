@@ -25,7 +25,7 @@ from narrows.runtime.phase import Instance
 from narrows.runtime.prefill import PrefillPhase
 from narrows.runtime.sizing import plan_sizes
 from narrows.sched.least_batch import LeastBatch
-from narrows.transfer.base import Transport, TransportConfig
+from narrows.transfer.base import BLOCK_BYTES, Transport, TransportConfig
 from narrows.transfer.loopback import LoopbackHub
 from narrows.transfer.registry import open_transport
 
@@ -47,6 +47,7 @@ class MemoryCluster:
         wrap: Callable[[InstanceId, Transport], Transport] = lambda _name, transport: transport,
         loaded: tuple[Model, PagedAttention] | None = None,
         handing: Handing | None = None,  # None: full transfer, decode reads all KV
+        frames: Callable[[], int] | None = None,  # how many frames of a KiB move in each turn; None: all
     ) -> None:
         self.config = config
         self.handing = handing or Handing()
@@ -67,6 +68,10 @@ class MemoryCluster:
         self._transport_hub = LoopbackHub()
         self._kind = transport
         self._wrap = wrap
+        self._frames = frames
+        self._block_bytes = BLOCK_BYTES if frames is None else 1024
+        if frames is not None:
+            self._transport_hub.pause()
         self._incarnations = 0
         for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
             for i in range(count):
@@ -78,7 +83,7 @@ class MemoryCluster:
         incarnation = str(self._incarnations)
         transport = open_transport(
             self._kind,
-            TransportConfig(f"{name}/{incarnation}", link_gbps=self.config.link_gbps),
+            TransportConfig(f"{name}/{incarnation}", link_gbps=self.config.link_gbps, block_bytes=self._block_bytes),
             hub=self._transport_hub,
         )
         channel = self._hub.channel(name)
@@ -122,9 +127,7 @@ class MemoryCluster:
             self._hub.send(*self.coordinator.outbox.popleft())
         for instance in list(self.instances.values()):
             busy = instance.turn() or busy
-        if self._kind in ("loopback", "null"):
-            self._transport_hub.settle()
-        return busy
+        return self._move() or busy
 
     def between(self, waiting: InstanceId) -> None:
         """An instance waits in the middle of its step: what runs beside it in other processes does so here. Others
@@ -135,10 +138,16 @@ class MemoryCluster:
         for name, instance in list(self.instances.items()):
             if name != waiting and isinstance(instance.phase, PrefillPhase):
                 instance.phase.courier.serve()
-        if self._kind in ("loopback", "null"):
-            self._transport_hub.settle()
-        else:
+        self._move()
+        if self._kind not in ("loopback", "null"):
             time.sleep(0.0005)  # their transports have threads
+
+    def _move(self) -> bool:
+        """What the link carries in a turn; False when nothing waited."""
+        if self._frames is None:
+            self._transport_hub.settle()
+            return False
+        return any([self._transport_hub.step() for _ in range(self._frames())])
 
     def run(self) -> None:
         """Turn until every request has ended and nothing is held anywhere."""

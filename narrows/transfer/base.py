@@ -42,6 +42,9 @@ PostId = NewType("PostId", int)
 Offsets = npt.NDArray[np.int64]
 
 
+BLOCK_BYTES = 64 * 1024
+
+
 class Priority(IntEnum):
     """Classes of traffic on one link, most urgent first."""
 
@@ -166,7 +169,7 @@ class TransportConfig:
     listen: str = "127.0.0.1"  # host to listen on; the port is chosen
     link_gbps: float | None = None  # token-bucket shaping of everything this side sends, all peers together
     checksums: bool = False  # verify each frame's payload; a mismatch drops the post with an error
-    block_bytes: int = 64 * 1024  # largest frame of payload, and so the longest wait of a more urgent class
+    block_bytes: int = BLOCK_BYTES  # largest frame of payload, and so the longest wait of a more urgent class
     silence_s: float = 10.0
     secret: str = ""  # peers must know the same one; it never travels
 
