@@ -127,3 +127,25 @@ class Kernels(Protocol):
         natural log; a row without entries gives zeros and -inf. Sums run in the order of ids, so the same entries in
         the same order give the same bits wherever in memory they lie."""
         ...
+
+    def gather(
+        self,
+        memory: Tensor,  # [n, E] of any dtype, as in attend_index
+        ids: Tensor,  # [rows, k] int32
+        counts: Tensor,  # [rows] int32: the first counts[r] ids are valid
+        out: Tensor,  # [rows, K, E] of the same dtype, written
+        start: Tensor | None = None,  # [rows] int32, zeros if None; start[r] + counts[r] <= K
+    ) -> None:
+        """Copy entries into rows: memory[ids[r, i]] to out[r, start[r] + i]. The rest of `out` stays as it is."""
+        ...
+
+    def scatter(
+        self,
+        memory: Tensor,  # [n, E], written
+        ids: Tensor,  # [rows, k] int32, no id twice
+        counts: Tensor,  # [rows] int32
+        rows: Tensor,  # [rows, K, E]
+        start: Tensor | None = None,
+    ) -> None:
+        """The way back: copy rows[r, start[r] + i] to memory[ids[r, i]]. The rest of `memory` stays as it is."""
+        ...

@@ -57,6 +57,7 @@ class NativeKernels:
         self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fll" + "p")
         self._top_k = declare(library, "narrows_top_k", "ppplllp")
         self._attend_index = declare(library, "narrows_attend_index", "i" + "p" * 6 + "llllf" + "p")
+        self._gather = declare(library, "narrows_gather", "i" + "p" * 5 + "llllp")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -278,6 +279,32 @@ class NativeKernels:
         if status:
             raise KernelError(f"attend_index: no memory for the scratch of {rows} rows of up to {width} entries")
         return out, lse
+
+    def gather(self, memory: Tensor, ids: Tensor, counts: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+        self._copy(False, memory, ids, counts, "out", out, start)
+
+    def scatter(self, memory: Tensor, ids: Tensor, counts: Tensor, rows: Tensor, start: Tensor | None = None) -> None:
+        self._copy(True, memory, ids, counts, "rows", rows, start)
+
+    def _copy(
+        self, back: bool, memory: Tensor, ids: Tensor, counts: Tensor, name: str, rows: Tensor, start: Tensor | None
+    ) -> None:
+        (num_rows, width), (_, entry_dim) = ids.shape, memory.shape
+        check_like("memory", memory, memory)
+        check_like(name, rows, memory, (num_rows, rows.shape[1], entry_dim))
+        self._gather(
+            back,
+            memory.data_ptr(),
+            rows.data_ptr(),
+            indices("ids", ids, num_rows * width),
+            indices("counts", counts, num_rows),
+            0 if start is None else indices("start", start, num_rows),
+            num_rows,
+            width,
+            rows.shape[1],
+            entry_dim * memory.element_size(),
+            self.crew,
+        )
 
 
 def new_crew(library: ctypes.CDLL, num_threads: int) -> int:

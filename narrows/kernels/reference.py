@@ -118,6 +118,18 @@ class ReferenceKernels:
         out = torch.einsum("rgk,rkd->rgd", weights, value).to(query.dtype)
         return out.reshape(query.shape), total.reshape(requests, num_heads)
 
+    def gather(self, memory: Tensor, ids: Tensor, counts: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+        for r, (count, at) in enumerate(zip(counts.tolist(), starts(start, len(counts)), strict=True)):
+            out[r, at : at + count] = memory[ids[r, :count].long()]
+
+    def scatter(self, memory: Tensor, ids: Tensor, counts: Tensor, rows: Tensor, start: Tensor | None = None) -> None:
+        for r, (count, at) in enumerate(zip(counts.tolist(), starts(start, len(counts)), strict=True)):
+            memory[ids[r, :count].long()] = rows[r, at : at + count]
+
+
+def starts(start: Tensor | None, rows: int) -> list[int]:
+    return [0] * rows if start is None else start.tolist()
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D/2) of the last dim by the given angles, in float32."""

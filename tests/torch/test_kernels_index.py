@@ -14,14 +14,14 @@ from narrows.kernels.reference import ReferenceKernels
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
 DTYPES = [torch.bfloat16, torch.float32]
 REFERENCE = ReferenceKernels()
-# A processor of twenty years ago: no vector instructions of ours.
-PLAIN = ["-march=x86-64", "-DNARROWS_GENERIC"] if build.native_flag() == "-march=native" else ["-DNARROWS_GENERIC"]
+# As on a processor of twenty years ago: no vector instructions of ours. Little optimized, so that it compiles quickly.
+PLAIN = [*(["-march=x86-64"] if build.native_flag() == "-march=native" else []), "-DNARROWS_GENERIC", "-O1"]
 
 
 @pytest.fixture(scope="module", params=["native", "plain"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
-    flags = [] if request.param == "native" else PLAIN
-    return NativeKernels(2, build.load_library(build.build(flags, tmp_path_factory.mktemp("kernels"))))
+    library = build.build() if request.param == "native" else build.build(PLAIN, tmp_path_factory.mktemp("kernels"))
+    return NativeKernels(2, build.load_library(library))
 
 
 def close(got: Tensor, want: Tensor, tolerance: float) -> None:
@@ -236,6 +236,41 @@ def test_scores_that_grow_and_fall(kernels: Kernels) -> None:
         assert float(lse) == 0.0
 
 
+# ---- gather, scatter
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("entry_dim", [1, 24, 128])
+@pytest.mark.parametrize("counts", [[], [0, 0], [1], [400, 0, 17, 399, 1, 250]], ids=str)
+@pytest.mark.parametrize("with_start", [False, True])
+def test_gather_and_back(
+    kernels: Kernels, counts: list[int], entry_dim: int, with_start: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(len(counts) + entry_dim)
+    memory = torch.randint(0, 250, (1500, entry_dim), generator=generator).to(dtype)
+    every, num = torch.randperm(1500, generator=generator, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+    ids = torch.full((len(counts), max([1, *counts]) + 2), -1, dtype=torch.int32)
+    for row, part in enumerate(every[: sum(counts)].split(counts)):
+        ids[row, : len(part)] = part
+    begin = [(5 * row) % 7 for row in range(len(counts))] if with_start else [0] * len(counts)
+    start = torch.tensor(begin, dtype=torch.int32) if with_start else None
+
+    out = torch.full((len(counts), max([0, *counts]) + 7, entry_dim), 251).to(dtype)
+    want = out.clone()
+    for row, count in enumerate(counts):
+        for i in range(count):
+            want[row, begin[row] + i] = memory[ids[row, i]]
+    for each in (kernels, REFERENCE):
+        got = out.clone()
+        each.gather(memory, ids, num, got, start)
+        assert torch.equal(got, want)
+
+        emptied = memory.clone()
+        emptied[every[: sum(counts)].long()] = 252
+        each.scatter(emptied, ids, num, want, start)
+        assert torch.equal(emptied, memory)
+
+
 # ---- arguments
 
 
@@ -275,3 +310,16 @@ def test_wrong_arguments(kernels: Kernels) -> None:
         attend(ids=torch.zeros(3, 3, dtype=torch.int32), counts=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(KernelError, match="scale must be above 0"):
         kernels.attend_index(query, memory, ids, num, scale=0.0)
+
+    entries, rows = torch.randn(9, 8), torch.randn(2, 4, 8)
+    kernels.gather(entries, ids, num, rows)
+    with pytest.raises(KernelError, match=r"out: want contiguous torch.float32 \[2, 4, 8\]"):
+        kernels.gather(entries, ids, num, rows.bfloat16())
+    with pytest.raises(KernelError, match="rows: want"):
+        kernels.scatter(entries, ids, num, torch.randn(3, 4, 8))
+    with pytest.raises(KernelError, match="rows: want"):
+        kernels.scatter(entries, ids, num, torch.randn(2, 4, 7))
+    with pytest.raises(KernelError, match=r"memory: want .* not contiguous"):
+        kernels.scatter(torch.randn(8, 9).T, ids, num, rows)
+    with pytest.raises(KernelError, match="start: want 2 contiguous int32"):
+        kernels.gather(entries, ids, num, rows, start=num[:1])

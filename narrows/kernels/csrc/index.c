@@ -23,6 +23,9 @@
 #define MAX_ROWS 3
 #define THREADED_BYTES 65536 /* below, waking the other threads costs more than they save */
 
+/* What is in memory is not to be kept in a register across this. */
+#define READ_AGAIN __asm__ volatile("" ::: "memory")
+
 /* Entries begin..end of a row's index. */
 typedef struct {
     long row, begin, end;

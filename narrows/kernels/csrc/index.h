@@ -44,7 +44,7 @@ INLINE void T(find)(const index_call *c, const part *p, long from, const STEP **
 
 /* Ask for half an entry, its keys or its values. */
 INLINE void T(ask)(const index_call *c, const STEP *half) {
-    for (long i = 0; i < c->head_dim / PER_STEP; i += 64 / (long)sizeof(STEP)) __builtin_prefetch(half + i);
+    for (long i = 0; i < c->head_dim / PER_STEP; i += 64 / (long)sizeof(STEP)) __builtin_prefetch(half + i, 0, 2);
 }
 
 /* scores[r * BLOCK + e] of `rows` queries and four keys */
@@ -75,8 +75,11 @@ INLINE void T(add_values)(const index_call *c, const int rows, const int vectors
         UNROLL for (int v = 0; v < vectors; v++) {
             vf x[PER_STEP];
             T(spread)(where[i] + values + d + v * VL, x);
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int p = 0; p < PER_STEP; p++) s[r][v * PER_STEP + p] += x[p] * weights[r * BLOCK + i];
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float weight = weights[r * BLOCK + i];
+                UNROLL for (int p = 0; p < PER_STEP; p++) s[r][v * PER_STEP + p] += x[p] * weight;
+                READ_AGAIN; /* the weight: all of them and the sums are more than 16 registers */
+            }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)

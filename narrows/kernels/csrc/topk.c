@@ -22,7 +22,7 @@
 
 #define SAMPLE 64
 #define SLACK 8                /* floats that may be written behind the kept ones */
-#define THREADED_SCORES 16384L /* below, waking the other threads costs more than they save */
+#define THREADED_SCORES 65536L /* below, waking the other threads costs more than they save */
 
 typedef struct {
     int32_t *out;
@@ -95,7 +95,8 @@ static float kth(const float *x, long n, long k, float *scratch, long *larger) {
     while (0 < k && k <= n) {
         float sample[SAMPLE];
         const int size = n < SAMPLE ? (int)n : SAMPLE;
-        for (int i = 0; i < size; i++) sample[i] = x[i * n / size];
+        const long step = n / size;
+        for (int i = 0; i < size; i++) sample[i] = x[i * step];
         /* the wanted rank in the sample, moved towards the middle by as much as it is likely to be off */
         const float part = (float)k / (float)n, off = size == n ? 0.f : 1.2f * sqrtf((float)size * part * (1.f - part)) + 1.f;
         enum side side = part < 0.5f ? ABOVE : BELOW;
@@ -141,11 +142,10 @@ static long list(const float *x, long n, float least, long equal, long k, long r
             mask |= same;
         }
         const int count = __builtin_popcount(mask);
-        const __m256i chosen = to_front((int)mask, at);
         if (m + 8 <= room)
-            _mm256_storeu_si256((__m256i *)(out + m), chosen);
+            _mm256_storeu_si256((__m256i *)(out + m), to_front((int)mask, at));
         else
-            for (int j = 0; j < count && m + j < k; j++) out[m + j] = ((const int32_t *)&chosen)[j];
+            for (int j = 0; j < count && m + j < k; j++, mask &= mask - 1) out[m + j] = (int32_t)i + __builtin_ctz(mask);
         m += count;
     }
 #else
