@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.errors import ConfigError
+from narrows.kv.layout import DENSE_LAYERS
 from narrows.profile import file
 
 FloatArray = npt.NDArray[np.float32]
@@ -21,7 +22,6 @@ IntArray = npt.NDArray[np.int64]
 
 KIND, VERSION = "importance", 1
 NUM_BLOCKS = 1024  # a layer (the paper's 1K)
-FIRST_LAYERS = 2  # always selected
 
 
 def blocks(num_tokens: int, num_blocks: int = NUM_BLOCKS) -> IntArray:
@@ -55,7 +55,7 @@ class Group:
         assert counts.ndim == 2 and num_queries >= 1
         edges = blocks(counts.shape[1], num_blocks)
         matrix = np.add.reduceat(counts.astype(np.float64), edges[:-1], axis=1) / (np.diff(edges) * num_queries)
-        matrix[:FIRST_LAYERS] = np.inf
+        matrix[:DENSE_LAYERS] = np.inf
         return cls(counts.shape[1], matrix.astype(np.float32))
 
 

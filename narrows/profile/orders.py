@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from narrows.profile.importance import FIRST_LAYERS, FloatArray, IntArray, blocks
+from narrows.kv.layout import DENSE_LAYERS
+from narrows.profile.importance import FloatArray, IntArray, blocks
 
 Order = Literal["profile", "sequential", "random", "streaming"]
 SINK_BLOCKS = 4  # at one token a block these are the four tokens that StreamingLLM keeps (section 3.2 there)
@@ -33,7 +34,7 @@ def order_blocks(
                 static selection of StreamingLLM would keep.
     """
     ids = np.arange(num_layers * num_blocks, dtype=np.int64)
-    first, rest = np.split(ids, [min(FIRST_LAYERS, num_layers) * num_blocks])
+    first, rest = np.split(ids, [min(DENSE_LAYERS, num_layers) * num_blocks])
     if kind == "profile":
         assert importance is not None and importance.shape == (num_layers, num_blocks)
         rest = rest[np.argsort(-importance.reshape(-1)[len(first) :], kind="stable")]
@@ -61,6 +62,6 @@ def on_demand_ratio(
     num_blocks = len(order) // num_layers
     remote = np.ones(num_layers * num_blocks, dtype=np.bool_)
     remote[order[:num_pushed]] = False
-    per_block = np.add.reduceat(counts, blocks(num_tokens, num_blocks)[:-1], axis=1)[FIRST_LAYERS:]
-    fetched = per_block[remote.reshape(num_layers, num_blocks)[FIRST_LAYERS:]].sum()
+    per_block = np.add.reduceat(counts, blocks(num_tokens, num_blocks)[:-1], axis=1)[DENSE_LAYERS:]
+    fetched = per_block[remote.reshape(num_layers, num_blocks)[DENSE_LAYERS:]].sum()
     return float(fetched / max(1, per_block.sum()))
