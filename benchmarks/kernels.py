@@ -12,7 +12,7 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -278,7 +278,77 @@ def bench_rows(bench: Bench) -> None:
         )
 
 
-CASES = {"step": bench_step, "linear": bench_linear, "attend": bench_attend, "rows": bench_rows}
+def bench_select(bench: Bench) -> None:
+    """A decode step that reads a fifth of its context; copies count as read and written. `same tokens, dense` is what as
+    many entries cost where they are neighbours and the same for all heads."""
+    kernels, scale = bench.kernels, HEAD_DIM**-0.5
+    for batch_size, length in ((1, 8192), (8, 2048)):
+        rows, chosen, num_slots = batch_size * KV_HEADS, length // 5, batch_size * length
+        entry_bytes = 4 * HEAD_DIM
+        num = torch.full((rows,), chosen, dtype=torch.int32)
+        # enough scores and pools, one after the other, that none is still in a cache
+        scores = itertools.cycle([torch.randn(rows, length) for _ in range(16)])
+        bench.row(
+            f"top_k {rows} x {chosen} of {length}",
+            lambda scores=scores, num=num: kernels.top_k(next(scores), num),
+            num_bytes=4.0 * rows * length,
+            torch_call=lambda scores=scores, chosen=chosen: next(scores).topk(chosen).indices.sort().values,
+        )
+        pools = itertools.cycle(
+            [torch.randn(num_slots, KV_HEADS, 2 * HEAD_DIM).bfloat16() for _ in range(max(2, 200_000 // num_slots))]
+        )
+        request, head = torch.arange(rows)[:, None] // KV_HEADS, torch.arange(rows)[:, None] % KV_HEADS
+        positions = kernels.top_k(next(scores), num)
+        ids = ((request * length + positions) * KV_HEADS + head).int()
+        query = torch.randn(batch_size, HEADS, HEAD_DIM).bfloat16()
+
+        def gathered(query: Tensor = query, pools: Iterator[Tensor] = pools, ids: Tensor = ids) -> Tensor:
+            key, value = next(pools).view(-1, 2 * HEAD_DIM)[ids].unflatten(0, (-1, KV_HEADS)).chunk(2, -1)
+            return F.scaled_dot_product_attention(query.unsqueeze(2), key, value, enable_gqa=True)
+
+        bench.row(
+            f"attend_index {batch_size} x {chosen} of {length}",
+            lambda query=query, pools=pools, ids=ids, num=num: kernels.attend_index(
+                query, next(pools).view(-1, 2 * HEAD_DIM), ids, num, scale=scale
+            ),
+            num_bytes=rows * chosen * entry_bytes,
+            torch_call=gathered,
+        )
+        batch = paged([chosen] * batch_size, [1] * batch_size)
+        bench.row(
+            f"same tokens, dense {batch_size} x {chosen}",
+            lambda query=query, pools=pools, batch=batch: kernels.attend(
+                query, next(pools), batch, scale=scale, window=None
+            ),
+            num_bytes=rows * chosen * entry_bytes,
+        )
+        together = torch.empty(rows, chosen, 2 * HEAD_DIM).bfloat16()
+        bench.row(
+            f"gather {batch_size} x {chosen} of {length}",
+            lambda pools=pools, ids=ids, num=num, together=together: kernels.gather(
+                next(pools).view(-1, 2 * HEAD_DIM), ids, num, together
+            ),
+            num_bytes=2.0 * rows * chosen * entry_bytes,
+            torch_call=lambda pools=pools, ids=ids, together=together: torch.index_select(
+                next(pools).view(-1, 2 * HEAD_DIM), 0, ids.flatten(), out=together.view(-1, 2 * HEAD_DIM)
+            ),
+        )
+        bench.row(
+            f"scatter {batch_size} x {chosen} of {length}",
+            lambda pools=pools, ids=ids, num=num, together=together: kernels.scatter(
+                next(pools).view(-1, 2 * HEAD_DIM), ids, num, together
+            ),
+            num_bytes=2.0 * rows * chosen * entry_bytes,
+        )
+
+
+CASES = {
+    "step": bench_step,
+    "linear": bench_linear,
+    "attend": bench_attend,
+    "select": bench_select,
+    "rows": bench_rows,
+}
 
 
 def main() -> None:
