@@ -279,8 +279,8 @@ def bench_rows(bench: Bench) -> None:
 
 
 def bench_select(bench: Bench) -> None:
-    """A decode step that reads a fifth of its context; copies count as read and written. `same tokens, dense` is what as
-    many entries cost where they are neighbours and the same for all heads."""
+    """A decode step that reads a fifth of its context; copies count as read and written. `same tokens, dense` is what
+    that many entries cost where they are neighbours and the same for all heads."""
     kernels, scale = bench.kernels, HEAD_DIM**-0.5
     for batch_size, length in ((1, 8192), (8, 2048)):
         rows, chosen, num_slots = batch_size * KV_HEADS, length // 5, batch_size * length
