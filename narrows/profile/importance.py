@@ -22,6 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 KIND, VERSION = "importance", 1
 NUM_BLOCKS = 1024  # a layer (the paper's 1K)
+LEAST_TOKENS = 8  # of a block: smaller ones cost more frames and mask updates and order nothing better
 
 
 def blocks(num_tokens: int, num_blocks: int = NUM_BLOCKS) -> IntArray:
@@ -32,6 +33,11 @@ def blocks(num_tokens: int, num_blocks: int = NUM_BLOCKS) -> IntArray:
     assert num_tokens >= 1 and num_blocks >= 1, (num_tokens, num_blocks)
     count = min(num_blocks, num_tokens)
     return np.arange(count + 1, dtype=np.int64) * num_tokens // count
+
+
+def blocks_for(num_tokens: int, most: int = NUM_BLOCKS) -> int:
+    """M of a prompt: `most`, fewer for a prompt that has less than LEAST_TOKENS for each."""
+    return max(1, min(most, -(-num_tokens // LEAST_TOKENS)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

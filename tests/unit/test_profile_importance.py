@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from narrows.errors import ConfigError
-from narrows.profile.importance import VERSION, Group, ImportanceProfile, blocks
+from narrows.profile.importance import VERSION, Group, ImportanceProfile, blocks, blocks_for
 from narrows.profile.orders import on_demand_ratio, order_blocks
+from narrows.profile.smoothing import smooth
 
 
 def profile(*lengths: int, num_layers: int = 4, num_blocks: int = 8, seed: int = 0) -> ImportanceProfile:
@@ -27,6 +28,14 @@ def test_blocks_cover_the_prompt_in_runs_of_equal_length(num_tokens: int, num_bl
     assert len(edges) - 1 == min(num_blocks, num_tokens)
     sizes = set(np.diff(edges).tolist())
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "expected"),
+    [(1, 1024, 1), (8, 1024, 1), (9, 1024, 2), (2048, 1024, 256), (8192, 1024, 1024), (9999, 1024, 1024), (64, 3, 3)],
+)
+def test_blocks_of_short_prompts_are_no_smaller_than_eight_tokens(num_tokens: int, most: int, expected: int) -> None:
+    assert blocks_for(num_tokens, most) == expected
 
 
 def test_importance_is_the_mean_count_of_a_blocks_entries() -> None:
@@ -108,6 +117,19 @@ def test_no_order_beats_the_one_that_knows_the_counts() -> None:
         best = on_demand_ratio(counts, oracle, pushed)
         others = [order_blocks(kind, None, 6, 32, seed=1) for kind in ("sequential", "random", "streaming")]
         assert all(best < on_demand_ratio(counts, order, pushed) for order in others)
+
+
+@given(st.integers(1, 400), st.integers(0, 9))
+@settings(deadline=None)
+def test_smoothing_is_the_mean_of_a_window_that_narrows_towards_the_ends(num_tokens: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).integers(0, 50, (2, num_tokens))
+    got = smooth(counts)
+    for at in range(num_tokens):
+        half = min(32, min(at, num_tokens - 1 - at) // 4)
+        np.testing.assert_allclose(got[:, at], counts[:, at - half : at + half + 1].mean(axis=1))
+    # What is sharp at the ends stays: the four sinks, the four most recent tokens.
+    assert (got[:, :4] == counts[:, :4]).all() and (got[:, -4:] == counts[:, -4:]).all()
+    np.testing.assert_allclose(smooth(np.full((1, num_tokens), 7)), 7.0)
 
 
 # ---- files

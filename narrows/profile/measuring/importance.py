@@ -23,6 +23,7 @@ from narrows.kv.layout import DENSE_LAYERS, pages_for
 from narrows.models.layers.decoder import Model
 from narrows.profile.importance import NUM_BLOCKS, VERSION, Group, ImportanceProfile, IntArray
 from narrows.profile.measuring.steps import decode_rows, prefill_step
+from narrows.profile.smoothing import smooth
 from narrows.select.base import Selector
 
 GROUPS = (512, 1024, 2048, 4096, 8192)
@@ -140,7 +141,7 @@ def measure_importance(
     progress: Progress | None = None,
     limit_s: float | None = None,
 ) -> ImportanceProfile:
-    """Importance by prompt length, from prompts spread evenly over `text`.
+    """Importance by prompt length, from prompts spread evenly over `text`, smoothed along positions.
 
     Lengths beyond the model's context are cut to it. After `limit_s` seconds no further length or prompt is begun,
     but the shortest length is always measured. Raises ConfigError when the text is too short.
@@ -182,5 +183,7 @@ def measure_importance(
     if progress is not None:
         progress(total, total)
     queries = NUM_ROWS * model.spec.num_kv_heads
-    made = tuple(Group.from_counts(counts[n], queries * measured[n], num_blocks) for n in lengths if n in counts)
+    made = tuple(
+        Group.from_counts(smooth(counts[n]), queries * measured[n], num_blocks) for n in lengths if n in counts
+    )
     return ImportanceProfile(fingerprint, selector.fingerprint, VERSION, made)
