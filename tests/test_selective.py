@@ -1,24 +1,23 @@
 """Selective hand-over changes when KV crosses, and nothing else: the tokens are those of the same selector with all KV
 there, whatever the scheme, the transport, the order of events and what goes wrong on the way."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from narrows.config import EngineConfig
-from narrows.core.ids import InstanceId, RequestId, Role
+from narrows.core.ids import RequestId
 from narrows.core.request import Request, SamplingParams
 from narrows.core.scheme import SCHEMES, Scheme
 from narrows.metrics.definitions import check_lifetime, measure
+from narrows.models.spec import read_spec
 from narrows.profile.importance import Group, ImportanceProfile
 from narrows.profile.timing import Timing
-from narrows.runtime.build import Handing, build_model
+from narrows.runtime.build import build_model
+from narrows.runtime.handing import Handing
 from narrows.runtime.sizing import plan_sizes
-from narrows.models.spec import read_spec
 from narrows.testing.cluster import MemoryCluster
 from narrows.testing.models import tiny_model
 from narrows.testing.selectors import PlainSelector

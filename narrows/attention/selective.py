@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from narrows.core.trace import GATHER, Tracer
 from narrows.kernels.base import Kernels, PagedBatch
 from narrows.kv.layout import DENSE_LAYERS, MASK_ABSENT, MASK_LOCAL, MASK_REMOTE
 from narrows.select.base import KVIndex, Selector
@@ -112,6 +113,7 @@ class SelectiveAttention:
         remote: Remote,
         *,
         staged: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         """`staged`: answers can not land in the workspace itself (no GPUDirect); they are copied once more."""
         self.looks_ahead = selector.looks_ahead
@@ -122,6 +124,7 @@ class SelectiveAttention:
         self._metadata = metadata
         self._remote = remote
         self._staged = staged
+        self._tracer = tracer
         self._step = Step()
         self._ahead: dict[int, KVIndex | Reading] = {}
 
@@ -247,12 +250,15 @@ class SelectiveAttention:
     def _gather_local(self, layer: int, reading: Reading) -> None:
         split = reading.split
         assert split is not None and reading.workspace is not None
+        began_s = 0.0 if self._tracer is None else self._tracer.clock()
         ordered = reading.ids.gather(1, split.order)
         columns = torch.arange(ordered.shape[1])
         stop = split.num_remote + split.num_local
         local = (columns >= split.num_remote[:, None]) & (columns < stop[:, None])
         memory = self._pool[layer].view(-1, reading.workspace.shape[-1])
         reading.workspace[local] = memory[ordered[local].long()]
+        if self._tracer is not None:
+            self._tracer.add(GATHER, f"layer {layer}", began_s, layer=layer)
 
     def _await(self, layer: int, reading: Reading) -> None:
         """Both lanes are complete afterwards, but for requests that are broken."""

@@ -34,7 +34,7 @@ from narrows.llm import LLM
 from narrows.metrics.definitions import RequestMetrics, measure
 from narrows.models.catalog import resolve
 from narrows.models.spec import ModelSpec, read_spec
-from narrows.runtime.build import DTYPES
+from narrows.runtime.dtypes import DTYPES
 from narrows.runtime.sizing import DTYPE_BYTES
 from narrows.server.serve import bind
 from narrows.testing.cluster import MemoryCluster

@@ -18,6 +18,7 @@ from narrows.core.plan import Landing, RegionKey
 from narrows.core.request import FinishReason, Request, SampledToken
 from narrows.core.scheme import Scheme
 from narrows.core.topology import InstanceInfo
+from narrows.core.trace import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Traced:
+    """A piece of an instance's timeline."""
+
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """An instance is alive though it may be computing."""
 
@@ -254,4 +262,4 @@ class Grant:
 
 ToInstance = Reserve | Prefill | Push | Release | Adopt | Shutdown
 BetweenInstances = HandOver | Fetch | Fetched | Refusal | Grant | Settled
-ToCoordinator = Ready | Refused | Progress | Heartbeat
+ToCoordinator = Ready | Refused | Progress | Heartbeat | Traced

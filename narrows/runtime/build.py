@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from secrets import token_bytes
 
 import torch
@@ -13,8 +12,8 @@ from narrows.attention.base import PagedAttention
 from narrows.attention.selective import SelectiveAttention
 from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
-from narrows.core.scheme import SCHEMES, Scheme
 from narrows.core.topology import InstanceInfo
+from narrows.core.trace import Tracer
 from narrows.kernels import load as load_kernels
 from narrows.kernels.base import Kernels
 from narrows.kv.cache import KVCache
@@ -23,10 +22,10 @@ from narrows.kv.mask import KVMask
 from narrows.kv.pool import KVPool
 from narrows.models.layers.decoder import Model
 from narrows.models.load import load_model
-from narrows.profile.importance import ImportanceProfile
-from narrows.profile.timing import Timing
 from narrows.runtime.channel import Channel
 from narrows.runtime.decode import DecodePhase, Regions, Selection
+from narrows.runtime.dtypes import DTYPES
+from narrows.runtime.handing import Handing
 from narrows.runtime.phase import Ending, Instance, Phase
 from narrows.runtime.planning import Planner
 from narrows.runtime.prefill import Describe, PrefillPhase
@@ -38,9 +37,6 @@ from narrows.transfer.courier import Courier
 from narrows.transfer.fetcher import Fetcher
 from narrows.transfer.parcel import Source
 
-FETCH_PATIENCE_S = 30.0  # without a byte, before KV that a step waits for is given up
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 def build_model(
     config: EngineConfig, folder: str, sizes: Sizes, kernels: Kernels | None = None
@@ -49,24 +45,6 @@ def build_model(
     kernels = kernels or load_kernels(config.kernels, config.threads)
     model = load_model(folder, DTYPES[config.dtype], kernels, max_positions=sizes.max_model_len)
     return model, PagedAttention(kernels)
-
-
-@dataclass(frozen=True, slots=True)
-class Handing:
-    """How an instance selects and hands over KV. `selector` None: decode reads all of it."""
-
-    scheme: Scheme = SCHEMES["full"]
-    selector: Selector | None = None
-    profile: ImportanceProfile | None = None
-    timing: Timing | None = None
-    staged: bool = False
-    patience_s: float = FETCH_PATIENCE_S
-
-    def load_profile(self, path: str) -> ImportanceProfile:
-        """Raises ConfigError when the file is for another model or selector than the one in use."""
-        model = None if self.profile is None else self.profile.model
-        selector = None if self.selector is None else self.selector.fingerprint
-        return ImportanceProfile.load(Path(path), model=model, selector=selector)
 
 
 def build_instance(
@@ -80,10 +58,12 @@ def build_instance(
     incarnation: str,
     transport: Transport,
     channel: Channel,
-    handing: Handing = Handing(),
+    handing: Handing | None = None,  # None: decode reads all KV
     clock: Callable[[], float] = time.monotonic,
+    tracer: Tracer | None = None,
 ) -> tuple[Instance, InstanceInfo]:
     """One instance over its own pool, which the transport allocates. The model may be shared within a process."""
+    handing = handing or Handing()
     layout = sizes.layout
     region = transport.allocate(layout.total_bytes)
     pool = KVPool(layout, DTYPES[config.dtype], region.buffer)
@@ -94,9 +74,9 @@ def build_instance(
     phase: Phase
     if role is Role.PREFILL:
         phase = PrefillPhase(
-            Runner(model, pool, attention, layout.page_size, is_decode=False),
+            Runner(model, pool, attention, layout.page_size, is_decode=False, tracer=tracer),
             cache,
-            Courier(Source(layout, region, metadata.region, metadata.rows), transport, clock),
+            Courier(Source(layout, region, metadata.region, metadata.rows), transport, clock, tracer),
             Planner(layout.num_layers, handing.scheme, handing.profile, handing.timing),
             ending,
             describe=metadata.describer(handing.selector, pool.layers),
@@ -116,6 +96,7 @@ def build_instance(
                 clock,
                 lambda timeout_s: instance.wait(timeout_s),
                 patience_s=handing.patience_s,
+                tracer=tracer,
             )
             selective = SelectiveAttention(
                 attention.kernels,
@@ -125,11 +106,17 @@ def build_instance(
                 metadata.layers,
                 fetcher,
                 staged=handing.staged,
+                tracer=tracer,
             )
             selection = Selection(selective, fetcher, metadata.region)
         phase = DecodePhase(
             Runner(
-                model, pool, attention if selection is None else selection.attention, layout.page_size, is_decode=True
+                model,
+                pool,
+                attention if selection is None else selection.attention,
+                layout.page_size,
+                is_decode=True,
+                tracer=tracer,
             ),
             cache,
             mask,
@@ -151,7 +138,7 @@ def build_instance(
         sizes.max_model_len,
         model.spec.vocab_size,
     )
-    instance = Instance(phase, channel, transport)
+    instance = Instance(phase, channel, transport, tracer)
     return instance, info
 
 

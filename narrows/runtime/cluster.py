@@ -18,16 +18,20 @@ from narrows.core.clock import Clock, MonotonicClock
 from narrows.core.events import Event
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason, Request
-from narrows.core.wire import Prefill, Ready, Refused, Shutdown
+from narrows.core.scheme import Scheme
+from narrows.core.trace import Span
+from narrows.core.wire import Adopt, Prefill, Ready, Refused, Shutdown, Traced
 from narrows.errors import NarrowsError, RequestError, TransportError, Unavailable
 from narrows.kernels.build import prepare
 from narrows.metrics.export import PrometheusExporter
+from narrows.metrics.trace import write_chrome_trace
 from narrows.models.catalog import MODELS, resolve
 from narrows.models.gguf.cache import Progress
 from narrows.models.spec import read_spec
 from narrows.runtime.channel import ZmqHub
 from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status
 from narrows.runtime.coordinator import Coordinator
+from narrows.runtime.files import ProfileFiles
 from narrows.runtime.launch_local import Launcher, Worker
 from narrows.runtime.sizing import plan_sizes
 from narrows.sched.least_batch import LeastBatch
@@ -48,6 +52,7 @@ def open_cluster(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
     observers: Sequence[Observer] = (),
+    files: ProfileFiles | None = None,
 ) -> "LocalCluster":
     """Find the model (converting a GGUF file the first time, with `progress`), check the sizes, build the kernels (the
     first time, which `say` announces), start the instances.
@@ -61,7 +66,7 @@ def open_cluster(
     if config.kernels != "reference":
         prepare(say)  # here, so that not every instance does
     model = ServedModel(name, str(folder), sizes.max_model_len, spec.vocab_size)
-    return LocalCluster(config, model, observers=observers)
+    return LocalCluster(config, model, observers=observers, files=files or ProfileFiles())
 
 
 class StartFailed(NarrowsError):
@@ -77,6 +82,7 @@ class LocalCluster:
         model: ServedModel,
         *,
         observers: Sequence[Observer] = (),
+        files: ProfileFiles,
         clock: Clock | None = None,
     ) -> None:
         self.model = model
@@ -99,7 +105,9 @@ class LocalCluster:
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_out.bind("inproc://wake")
         self._wake_in.connect("inproc://wake")
-        self._launcher = Launcher(config, model, self._hub.address)
+        self._launcher = Launcher(config, model, self._hub.address, files)
+        self._spans: dict[InstanceId, list[Span]] = defaultdict(list)
+        self._adopted: Adopt | None = None  # what prefill instances follow instead of what they started with
         self._workers: dict[InstanceId, Worker] = {}
         self._restarts: dict[InstanceId, list[float]] = defaultdict(list)  # when
         self._changed = threading.Condition(self._lock)  # readiness, failure, closing
@@ -178,6 +186,16 @@ class LocalCluster:
 
     # ---- beyond Client
 
+    def adopt(self, scheme: Scheme, profile: str | None = None) -> None:
+        """From the next hand-over on follow this scheme and importance profile (a file; None: the one in use), without
+        a pause. An instance that can not logs why and goes on as before."""
+        with self._lock:
+            self._adopted = Adopt(scheme, profile)
+            for name, worker in self._workers.items():
+                if worker.role is Role.PREFILL and worker.ready:
+                    self._coordinator.outbox.append((name, self._adopted))
+            self._wake()
+
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every instance has started. Raises StartFailed with an instance's own words, or Unavailable."""
         with self._changed:
@@ -214,6 +232,9 @@ class LocalCluster:
         for name in self._workers:
             self._hub.send(name, Shutdown())
         self._launcher.stop(list(self._workers.values()), CLOSE_TIMEOUT_S)
+        if self._config.trace is not None:
+            self._receive()  # the ends of the timelines
+            write_chrome_trace(Path(self._config.trace), self._spans)
 
     def _turn(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -240,8 +261,12 @@ class LocalCluster:
             if isinstance(message, Refused):
                 worker.error = message.error
                 worker.process.terminate()  # if it does not end by itself
+            elif isinstance(message, Traced):
+                self._spans[name].extend(message.spans)
             elif isinstance(message, Ready):
                 worker.ready = True
+                if self._adopted is not None and worker.role is Role.PREFILL:
+                    self._coordinator.outbox.append((name, self._adopted))
                 _log.info("%s is ready, process %d", name, worker.process.pid)
                 self._changed.notify_all()
             self._coordinator.receive(name, message, now_s)

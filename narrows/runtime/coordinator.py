@@ -33,6 +33,7 @@ from narrows.core.wire import (
     Started,
     ToCoordinator,
     ToInstance,
+    Traced,
 )
 from narrows.errors import QueueFull, RequestError, Unavailable
 from narrows.kv.layout import pages_for
@@ -108,7 +109,7 @@ class Coordinator:
 
     def receive(self, instance: InstanceId, message: ToCoordinator, now_s: float) -> None:
         """Take in one message of an instance."""
-        if isinstance(message, (Heartbeat, Refused)):
+        if isinstance(message, (Heartbeat, Refused, Traced)):
             return  # the cluster's to deal with
         if isinstance(message, Ready):
             self._members[instance] = Member(message.info)

@@ -13,6 +13,7 @@ import msgspec
 from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
 from narrows.runtime.client import ServedModel
+from narrows.runtime.files import ProfileFiles
 
 # How long an OpenMP thread spins before it sleeps. By default it spins for milliseconds, and two instances that
 # compute at once on the same cores then wait out each other's time slices at every barrier; too short, and every
@@ -41,6 +42,7 @@ class Launcher:
     config: EngineConfig
     model: ServedModel
     hub: str
+    files: ProfileFiles = field(default_factory=ProfileFiles)
     secret: str = field(default_factory=lambda: uuid4().hex)
 
     def start(self, name: InstanceId, role: Role, now_s: float) -> Worker:
@@ -54,6 +56,7 @@ class Launcher:
             "hub": self.hub,
             "transport": self.config.transport_kind,
             "secret": self.secret,
+            "files": self.files,
         }
         paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(

@@ -8,7 +8,19 @@ from typing import Protocol
 from torch import Tensor
 
 from narrows.core.request import FinishReason, Request, SampledToken
-from narrows.core.wire import Delivered, Failed, Load, Produced, Progress, Released, Reserved, Started, ToInstance
+from narrows.core.trace import Tracer
+from narrows.core.wire import (
+    Delivered,
+    Failed,
+    Load,
+    Produced,
+    Progress,
+    Released,
+    Reserved,
+    Started,
+    ToInstance,
+    Traced,
+)
 from narrows.runtime.channel import Channel
 from narrows.runtime.sampler import BrokenLogits, SamplingRow, sample
 from narrows.runtime.stopping import finish_reason
@@ -113,8 +125,9 @@ class Phase(Protocol):
 class Instance:
     """One phase with its link to the coordinator. `turn` blocks only to compute and, at decode, for KV of a step."""
 
-    def __init__(self, phase: Phase, channel: Channel, transport: Transport) -> None:
+    def __init__(self, phase: Phase, channel: Channel, transport: Transport, tracer: Tracer | None = None) -> None:
         self.phase = phase
+        self.tracer = tracer
         self.channel = channel
         self.transport = transport
         self.pause: Callable[[float], None] = self._wait_for_transport
@@ -131,6 +144,7 @@ class Instance:
         self._tell()  # answers do not wait for the step
         stepped = self.phase.step()
         self._tell()
+        self.tell_trace()
         return bool(messages) or served or stepped
 
     def intake(self) -> None:
@@ -149,6 +163,10 @@ class Instance:
 
     def _wait_for_transport(self, timeout_s: float) -> None:
         select.select([self.transport.fileno()], [], [], timeout_s)
+
+    def tell_trace(self) -> None:
+        if self.tracer is not None and (spans := self.tracer.take()):
+            self.channel.send(Traced(spans))
 
     def _tell(self) -> None:
         progress = self.phase.report.take(self.phase.load())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from narrows.attention.base import AttentionBackend
+from narrows.core.trace import COMPUTE, Tracer
 from narrows.kernels.base import PagedBatch
 from narrows.kv.pool import KVPool
 from narrows.kv.table import BlockTable
@@ -28,12 +29,40 @@ class Rows:
         return self.start + len(self.tokens)
 
 
+class _LayerSpans:
+    """Records each layer's computation, from the KV of one to the KV of the next, waiting included."""
+
+    def __init__(self, tracer: Tracer, on_layer: Callable[[int], None] | None) -> None:
+        self._tracer = tracer
+        self._on_layer = on_layer
+        self._layer = -1
+        self._since_s = tracer.clock()
+
+    def on_layer(self, layer: int) -> None:
+        self.finish()
+        self._layer = layer
+        if self._on_layer is not None:
+            self._on_layer(layer)
+
+    def finish(self) -> None:
+        name = f"layer {self._layer}" if self._layer >= 0 else "embedding"
+        self._since_s = self._tracer.add(COMPUTE, name, self._since_s, layer=self._layer)
+
+
 class Runner:
     """Holds what a step needs and no request's state. Every row's KV is stored in the pool."""
 
     def __init__(
-        self, model: Model, pool: KVPool, attention: AttentionBackend, page_size: int, *, is_decode: bool
+        self,
+        model: Model,
+        pool: KVPool,
+        attention: AttentionBackend,
+        page_size: int,
+        *,
+        is_decode: bool,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self.model = model
         self._pool = pool
         self._attention = attention
@@ -45,14 +74,18 @@ class Runner:
         wanted = [r.wants_logits for r in rows]
         ends = np.cumsum([len(r.tokens) for r in rows], dtype=np.int32)
         every_row = len(rows) == ends[-1] and all(wanted)
-        return self.model.forward(
+        layers = None if self._tracer is None else _LayerSpans(self._tracer, on_layer)
+        logits = self.model.forward(
             torch.tensor([token for r in rows for token in r.tokens], dtype=torch.int32),
             self._pool.layers,
             self._batch(rows, ends),
             self._attention,
             logit_rows=None if every_row else torch.from_numpy(ends[wanted] - 1),
-            on_layer=on_layer,
+            on_layer=on_layer if layers is None else layers.on_layer,
         )
+        if layers is not None:
+            layers.finish()
+        return logits
 
     def _batch(self, rows: Sequence[Rows], ends: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> PagedBatch:
         lengths = [r.stop for r in rows]

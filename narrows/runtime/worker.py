@@ -6,8 +6,10 @@ Standard input stays open as a leash: when the parent dies, by whatever means, i
 import contextlib
 import logging
 import os
+import select
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +20,25 @@ import zmq
 
 from narrows.config import EngineConfig
 from narrows.core.ids import InstanceId, Role
+from narrows.core.trace import Tracer
 from narrows.core.wire import Heartbeat, Ready, Refused, Shutdown, ToInstance
 from narrows.errors import NarrowsError
 from narrows.kernels import load as load_kernels
 from narrows.models.spec import read_spec
-from narrows.runtime.build import DTYPES, build_instance, build_model
+from narrows.runtime.build import build_instance, build_model
 from narrows.runtime.channel import ZmqChannel
+from narrows.runtime.dtypes import DTYPES
+from narrows.runtime.files import ProfileFiles
+from narrows.runtime.handing import open_handing
 from narrows.runtime.phase import Instance
+from narrows.runtime.prefill import PrefillPhase
 from narrows.runtime.sizing import plan_sizes
-from narrows.transfer.base import TransportConfig
+from narrows.transfer.base import BLOCK_BYTES, Transport, TransportConfig
 from narrows.transfer.registry import open_transport
 
 HEARTBEAT_S = 1.0
+BLOCK_S = 0.0005
+LEAST_BLOCK = 4096
 IDLE_POLL_MS = 1000
 
 
@@ -45,6 +54,7 @@ class WorkerSpec:
     hub: str  # address of the control channel
     transport: str
     secret: str
+    files: ProfileFiles
 
 
 class StoppableChannel:
@@ -93,13 +103,15 @@ def _serve(spec: WorkerSpec, channel: ZmqChannel) -> None:
     threads = spec.config.threads or torch.get_num_threads()
     kernels = load_kernels(spec.config.kernels, threads)
     torch.set_num_threads(threads if kernels.relies_on_torch(DTYPES[spec.config.dtype]) else 1)
-    sizes = plan_sizes(spec.config, read_spec(Path(spec.folder)))
+    model_spec = read_spec(Path(spec.folder))
+    sizes = plan_sizes(spec.config, model_spec)
     transport = open_transport(
         spec.transport,
         TransportConfig(
             name=f"{spec.name}/{spec.incarnation}",
             link_gbps=spec.config.link_gbps,
             checksums=spec.config.checksums,
+            block_bytes=block_bytes(spec.config.link_gbps),
             secret=spec.secret,
         ),
     )
@@ -116,20 +128,54 @@ def _serve(spec: WorkerSpec, channel: ZmqChannel) -> None:
             incarnation=spec.incarnation,
             transport=transport,
             channel=stoppable,
+            handing=open_handing(spec.config, model_spec, kernels, spec.files),
+            tracer=None if spec.config.trace is None else Tracer(time.monotonic),
         )
         channel.send(Ready(info))
         _loop(instance, stoppable, channel)
+        if isinstance(instance.phase, PrefillPhase):
+            instance.phase.courier.closed = True
     finally:
         transport.close()
 
 
+def block_bytes(link_gbps: float | None) -> int:
+    """Largest frame: on a slow link what crosses in BLOCK_S, so that what a step waits for never waits long itself."""
+    if link_gbps is None:
+        return BLOCK_BYTES
+    return max(LEAST_BLOCK, min(BLOCK_BYTES, int(link_gbps * 1e9 / 8 * BLOCK_S) // 1024 * 1024))
+
+
 def _loop(instance: Instance, stoppable: StoppableChannel, channel: ZmqChannel) -> None:
+    """Turns until told to stop. Prefill's link is served by a thread of its own, also while this one computes."""
     poller = zmq.Poller()
     poller.register(channel.socket, zmq.POLLIN)
-    poller.register(instance.transport.fileno(), zmq.POLLIN)
+    if isinstance(instance.phase, PrefillPhase):
+        poller.register(instance.phase.courier.news.fileno(), zmq.POLLIN)
+        threading.Thread(target=_serve_link, args=(instance.phase, instance.transport), daemon=True).start()
+    else:
+        poller.register(instance.transport.fileno(), zmq.POLLIN)
+        instance.pause = lambda timeout_s: _poll(poller, timeout_s)
     while not stoppable.stopped:
         if not instance.turn():
             poller.poll(IDLE_POLL_MS)
+
+
+def _poll(poller: zmq.Poller, timeout_s: float) -> None:
+    poller.poll(max(1, int(timeout_s * 1000)))
+
+
+def _serve_link(phase: PrefillPhase, transport: Transport) -> None:
+    try:
+        while True:
+            select.select([transport.fileno()], [], [])
+            phase.courier.serve()
+    except Exception:  # a bug, or the transport failed: the instance can not hand over any more
+        if phase.courier.closed:
+            return
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _pulse(context: "zmq.Context[zmq.Socket[bytes]]", spec: WorkerSpec, stop: threading.Event) -> None:

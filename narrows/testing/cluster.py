@@ -17,10 +17,11 @@ from narrows.core.request import FinishReason, Request
 from narrows.core.wire import Ready
 from narrows.models.layers.decoder import Model
 from narrows.models.spec import read_spec
-from narrows.runtime.build import Handing, build_instance, build_model
+from narrows.runtime.build import build_instance, build_model
 from narrows.runtime.channel import MemoryHub
 from narrows.runtime.client import Output
 from narrows.runtime.coordinator import Coordinator
+from narrows.runtime.handing import Handing
 from narrows.runtime.phase import Instance
 from narrows.runtime.prefill import PrefillPhase
 from narrows.runtime.sizing import plan_sizes
@@ -147,7 +148,7 @@ class MemoryCluster:
         if self._frames is None:
             self._transport_hub.settle()
             return False
-        return any([self._transport_hub.step() for _ in range(self._frames())])
+        return sum(self._transport_hub.step() for _ in range(self._frames())) > 0
 
     def run(self) -> None:
         """Turn until every request has ended and nothing is held anywhere."""

@@ -17,6 +17,7 @@ _TYPES: dict[str, type] = {
         wire.Ready,
         wire.Progress,
         wire.Heartbeat,
+        wire.Traced,
         wire.Refused,
         wire.Adopt,
         wire.HandOver,

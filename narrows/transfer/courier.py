@@ -25,6 +25,7 @@ import numpy as np
 
 from narrows.core.plan import Landing
 from narrows.core.scheme import Scheme
+from narrows.core.trace import Tracer
 from narrows.core.wire import Delivered, Fetch, Fetched, Grant, Refusal, Settled
 from narrows.errors import PeerLost, TransportError
 from narrows.kv.layout import DENSE_LAYERS
@@ -64,6 +65,7 @@ class _Flight:
     peer: PeerName
     path: str
     num_bytes: int
+    posted_s: float
     parcel: Parcel | None = None
     answer: Answer | None = None
     piece: int | None = None
@@ -72,8 +74,12 @@ class _Flight:
 class Courier:
     """See the module's text. `clock` gives seconds."""
 
-    def __init__(self, source: Source, transport: Transport, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, source: Source, transport: Transport, clock: Callable[[], float], tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer
         self.news = Signal()
+        self.closed = False  # set by its owner before the transport closes
         self._source = source
         self._transport = transport
         self._clock = clock
@@ -175,6 +181,10 @@ class Courier:
             meter.landed(flight.num_bytes, self._clock())
         else:
             meter.dropped(flight.num_bytes)
+        if self._tracer is not None:
+            self._tracer.add(
+                flight.path, f"layer {event.tag.layer}", flight.posted_s, layer=event.tag.layer, num_bytes=num_bytes
+            )
         if flight.piece is not None and self._gatherer is not None:
             self._gatherer.ring.give_back(flight.piece)
         if flight.answer is not None:
@@ -392,9 +402,9 @@ class Courier:
         answer: Answer | None = None,
         piece: int | None = None,
     ) -> None:
-        flight = _Flight(peer, path, post.num_bytes, parcel, answer, piece)
+        flight = _Flight(peer, path, post.num_bytes, self._clock(), parcel, answer, piece)
         id = self._transport.post(peer, post)
-        self._meter(peer).sent(flight.num_bytes, self._clock())
+        self._meter(peer).sent(flight.num_bytes, flight.posted_s)
         self._flights[id] = flight
         if parcel is not None:
             parcel.open_posts.add(id)

@@ -7,6 +7,7 @@ is waited for, all other events of the transport collect in `deferred`, in order
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from narrows.core.trace import FETCH, WAIT, Tracer
 from narrows.core.wire import Fetch, Fetched, Grant, Refusal, Settled, Wanted
 from narrows.errors import PeerLost, TransportError
 from narrows.transfer.base import Arrived, Message, PeerGone, PeerName, Region, Transport, TransportEvent
@@ -31,6 +32,7 @@ class _Ticket:
     """An open fetch: the requests each peer still owes."""
 
     layer: int
+    sent_s: float
     owed: dict[PeerName, list[int]]
     broken: set[int] = field(default_factory=set)
     delivered: set[int] = field(default_factory=set)
@@ -48,11 +50,12 @@ class Fetcher:
         wait_for_news: Callable[[float], None],
         *,
         patience_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self.deferred: list[TransportEvent] = []
         self.settled: set[tuple[str, int]] = set()  # hand-overs that will write nothing more; the owner empties it
         self.wait_for_news = wait_for_news
-        self.waited_s = 0.0
         self._transport = transport
         self._num_heads = num_heads
         self._clock = clock
@@ -86,7 +89,7 @@ class Fetcher:
         region = self._memory[layer % 2]
         assert region is not None
         by_peer: dict[PeerName, list[Wanted]] = {}
-        ticket = _Ticket(layer, {})
+        ticket = _Ticket(layer, self._clock(), {})
         for request, heads in wanted:
             origin = self._origins[request]
             assert origin is not None
@@ -122,7 +125,8 @@ class Fetcher:
             elif open_ticket.owed:
                 self.wait_for_news(self._patience_s / 4)
         del self._tickets[ticket]
-        self.waited_s += self._clock() - began_s
+        if self._tracer is not None:
+            self._tracer.add(WAIT, f"layer {open_ticket.layer}", began_s, layer=open_ticket.layer)
         return open_ticket.broken, open_ticket.delivered
 
     def attention_starts(self, layer: int) -> None:
@@ -174,6 +178,8 @@ class Fetcher:
                 continue  # given up meanwhile
             if isinstance(message, Fetched):
                 del ticket.owed[peer]
+                if self._tracer is not None:
+                    self._tracer.add(FETCH, f"layer {ticket.layer}", ticket.sent_s, layer=ticket.layer)
             elif isinstance(message, Refusal) and message.delivered:
                 ticket.delivered.update(ticket.owed.pop(peer))
             else:
