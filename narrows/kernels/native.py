@@ -240,7 +240,7 @@ class NativeKernels:
         most = max(wanted, default=0)
         if most > n or min(wanted, default=0) < 0:
             raise KernelError(f"num: want 0 to {n}, the number of scores of a row, got {wanted}")
-        positions = torch.empty((rows, most), dtype=torch.int32)
+        positions = num.new_empty(rows, most)
         status = self._top_k(positions.data_ptr(), scores.data_ptr(), num_at, rows, n, most, self.crew)
         if status:
             raise KernelError(
@@ -260,7 +260,7 @@ class NativeKernels:
             raise KernelError(f"ids: {rows} rows are no KV heads of {requests} requests with {num_heads} query heads")
         if not scale > 0.0:
             raise KernelError(f"scale must be above 0, got {scale}")
-        out, lse = torch.empty_like(query), torch.empty((requests, num_heads), dtype=torch.float32)
+        out, lse = torch.empty_like(query), torch.empty(requests, num_heads, dtype=torch.float32)
         status = self._attend_index(
             is_bf16(query),
             out.data_ptr(),
