@@ -103,6 +103,18 @@ def _option(name: str, hint: Any, metadata: Any, default: Any) -> Callable[[F], 
     return click.option(flag, type=click.Choice(choices) if choices else kind, default=None, help=text)
 
 
+def some_options(*names: str) -> Callable[[F], F]:
+    """Options of single fields of EngineConfig, with their defaults there."""
+
+    def decorate(command: F) -> F:
+        hints = get_type_hints(EngineConfig)
+        for spec in reversed([spec for spec in fields(EngineConfig) if spec.name in names]):
+            command = _option(spec.name, hints[spec.name], spec.metadata, spec.default)(command)
+        return command
+
+    return decorate
+
+
 def build(given: dict[str, Any], config_file: Path | None) -> tuple[EngineConfig, ServerConfig]:
     """Command line over TOML file over defaults. Raises ConfigError."""
     values = read_toml(config_file) if config_file else {}
@@ -208,3 +220,105 @@ def bench_engine(
 
     config, _ = build(given, config_file)
     save(json_file, run_bench(config, cases=cases, rounds=rounds))
+
+
+@main.group()
+def profile() -> None:
+    """Measure what serving plans by: which KV matters, how long prefill takes, what selectors learn of a model."""
+
+
+MODEL_OPTIONS = ("model", "dtype", "max_model_len", "kernels", "threads")
+text_option = click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help='Text file, or JSONL with a "text" or "prompt" a line; may be given several times (default: Python prose).',
+)
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Write the profile here (default: where serving with these settings looks for it).",
+)
+
+
+def _selector_option(*choices: str) -> Callable[[F], F]:
+    return click.option(
+        "--select",
+        "--selector",
+        "select",
+        type=click.Choice(choices),
+        default=choices[0],
+        show_default=True,
+        help="Selection algorithm.",
+    )
+
+
+def _lengths(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        lengths = None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of lengths; write for instance 512,2048") from None
+    if lengths is not None and min(lengths) < 1:
+        raise click.BadParameter(f"{min(lengths)} is no length of a prompt; use lengths of at least 1")
+    return lengths
+
+
+@profile.command("importance")
+@text_option
+@click.option("--groups", callback=_lengths, help="Prompt lengths to measure  [default: 512,1024,2048,4096,8192]")
+@click.option("--blocks", type=click.IntRange(min=1), default=1024, show_default=True, help="KV blocks of a layer.")
+@click.option(
+    "--prompts", type=click.IntRange(min=1), help="Prompts of each length (default: 1 to 8, fewer long ones)."
+)
+@out_option
+@json_option("Write the table here.")
+@_selector_option("infinigen", "exact", "quest", "hata", "streaming")
+@some_options("select_ratio", "page_size", *MODEL_OPTIONS)
+def profile_importance(
+    texts: tuple[Path, ...],
+    groups: tuple[int, ...] | None,
+    blocks: int,
+    prompts: int | None,
+    out: Path | None,
+    json_file: Path | None,
+    **given: Any,
+) -> None:
+    """Measure how often decode selects each part of a prompt, layer by layer."""
+    from narrows.profiles import profile_importance as run_profile
+
+    run_profile(build(given, None)[0], texts, groups, blocks, prompts, out, json_file)
+
+
+@profile.command("timing")
+@out_option
+@json_option("Write the table here.")
+@some_options(*MODEL_OPTIONS)
+def profile_timing(out: Path | None, json_file: Path | None, **given: Any) -> None:
+    """Measure how long prefill computes on this machine."""
+    from narrows.profiles import profile_timing as run_profile
+
+    run_profile(build(given, None)[0], out, json_file)
+
+
+@profile.command("hash")
+@text_option
+@out_option
+@_selector_option("hata", "infinigen")
+@some_options(*MODEL_OPTIONS)
+def profile_hash(texts: tuple[Path, ...], out: Path | None, **given: Any) -> None:
+    """Train what a selector learns of a model: hash weights (hata) or partial keys (infinigen)."""
+    from narrows.profiles import profile_hash as run_profile
+
+    run_profile(build(given, None)[0], texts, out)
+
+
+@profile.command("show")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--png", type=click.Path(path_type=Path), callback=_writable, help="Draw importance as a heat map here.")
+def profile_show(file: Path, png: Path | None) -> None:
+    """Print what a profile says."""
+    from narrows.profiles import profile_show as run_profile
+
+    run_profile(file, png)
