@@ -1,67 +1,96 @@
-"""Which bytes go where, against moving tokens one by one."""
+"""The push plan as integers: every byte of it checked against a plain loop over tokens."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.kv.layout import MASK_LOCAL, KVLayout
-from narrows.transfer.plan import aligned, clip, plan_layer
+from narrows.transfer.plan import block_edges, num_pushed, plan_copies, plan_mask, spread
 
-Runs = list[tuple[int, int]]
-
-
-@st.composite
-def two_run_lists(draw: st.DrawFn) -> tuple[Runs, Runs]:
-    """Two cuts of one number of tokens into runs of distinct slots below 128, in any order."""
-    total = draw(st.integers(1, 60))
-
-    def cut() -> Runs:
-        edges = sorted(draw(st.sets(st.integers(1, total - 1), max_size=6))) if total > 1 else []
-        lengths = np.diff([0, *edges, total]).tolist()
-        order = draw(st.permutations(range(len(lengths))))
-        starts, at = {}, 0
-        for i in order:
-            starts[i] = at
-            at += lengths[i] + draw(st.integers(0, 5))
-        return [(starts[i], lengths[i]) for i in range(len(lengths))]
-
-    return cut(), cut()
+LAYERS, HEADS, DIM, DTYPE_BYTES, PAGE = 4, 3, 8, 2, 4
 
 
-def slots(runs: Runs) -> list[int]:
-    return [slot for first, count in runs for slot in range(first, first + count)]
+def layout(num_pages: int) -> KVLayout:
+    return KVLayout(LAYERS, HEADS, DIM, DTYPE_BYTES, PAGE, num_pages)
 
 
-@given(two_run_lists())
-def test_blocks_move_token_i_to_token_i(lists: tuple[Runs, Runs]) -> None:
-    source, target = lists
-    pairs = [(at + i, to + i) for at, to, count in aligned(source, target) for i in range(count)]
-    assert pairs == list(zip(slots(source), slots(target), strict=True))
+places = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, 39), st.integers(0, 59)), unique=True)
 
 
-@given(two_run_lists(), st.data())
-def test_clip_is_slicing(lists: tuple[Runs, Runs], data: st.DataObject) -> None:
-    runs = lists[0]
-    start = data.draw(st.integers(0, len(slots(runs))))
-    stop = data.draw(st.integers(start, len(slots(runs))))
-    assert slots(clip(runs, start, stop)) == slots(runs)[start:stop]
+@given(places)
+def test_every_row_goes_where_it_should_and_nothing_else_moves(rows: list[tuple[int, int, int]]) -> None:
+    source, target = layout(10), layout(15)
+    layers, here, there = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(3))
+    copies = plan_copies(source.token_bytes, source.layer_bytes, target.layer_bytes, layers, here, there)
+    moved = []
+    for at, to, n in zip(copies.source_offsets, copies.target_offsets, copies.lengths, strict=True):
+        moved += [(at + i, to + i) for i in range(n)]
+    size = HEADS * DIM * DTYPE_BYTES
+    want = [
+        (layer * 40 * size + at * size + i, layer * 60 * size + to * size + i)
+        for layer, at, to in rows
+        for i in range(size)
+    ]
+    assert moved == want
 
 
-@given(two_run_lists(), st.integers(0, 2))
-def test_bytes_and_mask_land_where_the_layouts_say(lists: tuple[Runs, Runs], layer: int) -> None:
-    source = KVLayout(3, 2, 4, 2, 4, 32)
-    target = KVLayout(3, 2, 4, 2, 4, 48)
-    push = plan_layer(source, target, layer, *lists)
-    have = np.random.default_rng(0).integers(1, 255, (3, 128, 16), dtype=np.uint8)
-    got = np.zeros((3, 192, 16), dtype=np.uint8)
-    for at, to, length in zip(push.source_offsets, push.target_offsets, push.lengths, strict=True):
-        got.reshape(-1)[to : to + length] = have.reshape(-1)[at : at + length]
-    want = np.zeros_like(got)
-    want[layer, slots(lists[1])] = have[layer, slots(lists[0])]
-    assert np.array_equal(got, want)
-    mask = np.zeros((3, 192, 2), dtype=np.int8)
-    for offset, data in push.mask_puts:
-        mask.reshape(-1)[offset : offset + len(data)] = np.frombuffer(data, dtype=np.int8)
-    wanted = np.zeros_like(mask)
-    wanted[layer, slots(lists[1])] = MASK_LOCAL
-    assert np.array_equal(mask, wanted)
+def test_neighbours_on_both_sides_cross_as_one_piece() -> None:
+    """Slots 4, 5, 6 to 8, 9, 10 are one piece; 7 goes elsewhere; the next layer begins another."""
+    layers = np.array([0, 0, 0, 0, 1])
+    copies = plan_copies(10, 1000, 2000, layers, np.array([4, 5, 6, 7, 8]), np.array([8, 9, 10, 3, 12]))
+    assert copies.source_offsets.tolist() == [40, 70, 1080]
+    assert copies.target_offsets.tolist() == [80, 30, 2120]
+    assert copies.lengths.tolist() == [30, 10, 10]
+
+
+@given(st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, 59)), unique=True, min_size=1).map(sorted))
+def test_the_mask_says_local_of_exactly_the_tokens_that_moved(rows: list[tuple[int, int]]) -> None:
+    target = layout(15)
+    mask = np.zeros(target.mask_bytes, dtype=np.int8)
+    layers, slots = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(2))
+    for offset, data in plan_mask(target, layers, slots):
+        assert not mask[offset : offset + len(data)].any(), "twice"
+        mask[offset : offset + len(data)] = np.frombuffer(data, np.int8)
+    states = mask.reshape(LAYERS, 60, HEADS)
+    assert {(layer, slot) for layer, slot, _ in np.argwhere(states == MASK_LOCAL).tolist()} == set(rows)
+    assert (states == MASK_LOCAL).sum() == len(rows) * HEADS
+
+
+def test_long_mask_updates_are_split_so_that_each_fits_a_frame() -> None:
+    target = KVLayout(1, 3, DIM, DTYPE_BYTES, 4, 1000)
+    puts = list(plan_mask(target, np.zeros(3000, dtype=np.int64), np.arange(500, 3500)))
+    assert max(len(data) for _, data in puts) <= 1024
+    assert b"".join(data for _, data in puts) == bytes([MASK_LOCAL]) * 9000
+    assert [offset for offset, _ in puts] == list(range(1500, 1500 + 9000, len(puts[0][1])))
+
+
+@given(st.integers(1, 5000), st.integers(1, 2000))
+def test_blocks_are_equal_runs_that_cover_the_prompt(num_tokens: int, num_blocks: int) -> None:
+    edges = block_edges(num_tokens, num_blocks)
+    sizes = np.diff(edges)
+    assert edges[0] == 0 and edges[-1] == num_tokens
+    assert len(sizes) == min(num_tokens, num_blocks)
+    assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "transfer_s", "blocks"),
+    [
+        (1.0, 6.5, 4568),  # 1024 * 29 / 6.5 = 4568.6
+        (1.0, 100.0, 2048),  # the first two layers at least
+        (1.0, 0.9, 30720),  # everything at most
+        (0.0, 5.0, 2048),
+        (2.0, 0.0, 30720),
+    ],
+)
+def test_how_much_crosses_while_prefill_computes(prefill_s: float, transfer_s: float, blocks: int) -> None:
+    """Equation 2 with L = 30 and M = 1024: Kr = M (L - 1) Tp / Tt between 2M and LM."""
+    assert num_pushed(30, 1024, prefill_s, transfer_s) == blocks
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5))))
+def test_ranges_are_spread_one_after_the_other(ranges: list[tuple[int, int]]) -> None:
+    first = np.array([a for a, _ in ranges], dtype=np.int64)
+    stop = np.array([a + n for a, n in ranges], dtype=np.int64)
+    assert spread(first, stop).tolist() == [x for a, n in ranges for x in range(a, a + n)]
