@@ -18,6 +18,7 @@ from narrows.core.ids import RequestId
 from narrows.core.request import FinishReason, Request, SamplingParams
 from narrows.errors import NarrowsError
 from narrows.metrics.definitions import RequestMetrics, measure
+from narrows.profiles import ensure_files
 from narrows.runtime.client import Client, Output
 from narrows.runtime.cluster import LocalCluster, open_cluster
 from narrows.server.stream import TextStream
@@ -57,6 +58,7 @@ def _open(config: EngineConfig, events: list[Event] | None = None) -> LocalClust
             progress=on_progress,
             say=lambda text: console.print(f"{text} ...", style="dim"),
             observers=[] if events is None else [events.append],
+            ensure_files=ensure_files,
         )
     finally:
         if bar.live.is_started:

@@ -13,6 +13,7 @@ from narrows.config import DEFAULT_MODEL, EngineConfig
 from narrows.core.ids import RequestId
 from narrows.core.request import FinishReason, Request, SampledToken, SamplingParams
 from narrows.errors import RequestError
+from narrows.profiles import ensure_files
 from narrows.runtime.client import Output
 from narrows.runtime.cluster import Observer, open_cluster
 from narrows.server.stream import TextStream
@@ -85,7 +86,7 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM has no setting {', '.join(sorted(unknown))}; see narrows.config.EngineConfig")
         config = EngineConfig(model=model, **settings)
-        self.cluster = open_cluster(config, observers=observers)
+        self.cluster = open_cluster(config, observers=observers, ensure_files=ensure_files)
         try:
             self.tokenizer = Tokenizer(self.cluster.model.folder)
             self.cluster.wait_ready(START_TIMEOUT_S)

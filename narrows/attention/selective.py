@@ -174,8 +174,7 @@ class SelectiveAttention:
         ahead = self._ahead.pop(layer, None) or self._select(layer, query, batch, scale, window)
         reading = ahead if isinstance(ahead, Reading) else self._read(layer, ahead, batch)
         if reading.workspace is None:
-            memory = entries.view(-1, entries.shape[-1])
-            return self._kernels.attend_index(query, memory, reading.ids, reading.counts, scale=scale)
+            return self._kernels.attend_index(query, self._entries(layer), reading.ids, reading.counts, scale=scale)
         self._await(layer, reading)
         ids = self._places(layer, reading)
         memory = reading.workspace.view(-1, entries.shape[-1])
@@ -248,35 +247,32 @@ class SelectiveAttention:
     # ---- the two lanes
 
     def _gather_local(self, layer: int, reading: Reading) -> None:
+        """The local lane: entries that are here, behind the place of those that are not."""
         split = reading.split
         assert split is not None and reading.workspace is not None
         began_s = 0.0 if self._tracer is None else self._tracer.clock()
-        ordered = reading.ids.gather(1, split.order)
-        columns = torch.arange(ordered.shape[1])
-        stop = split.num_remote + split.num_local
-        local = (columns >= split.num_remote[:, None]) & (columns < stop[:, None])
-        memory = self._pool[layer].view(-1, reading.workspace.shape[-1])
-        reading.workspace[local] = memory[ordered[local].long()]
+        columns = torch.arange(reading.ids.shape[1]) + split.num_remote[:, None]
+        ids = reading.ids.gather(1, split.order.gather(1, columns.clamp(max=reading.ids.shape[1] - 1)))
+        self._kernels.gather(self._entries(layer), ids, split.num_local, reading.workspace, split.num_remote)
         if self._tracer is not None:
             self._tracer.add(GATHER, f"layer {layer}", began_s, layer=layer)
 
     def _await(self, layer: int, reading: Reading) -> None:
         """Both lanes are complete afterwards, but for requests that are broken."""
-        split, workspace = reading.split, reading.workspace
-        assert split is not None and workspace is not None and reading.ticket is not None
-        assert reading.remote_ids is not None
+        split, workspace, ids = reading.split, reading.workspace, reading.remote_ids
+        assert split is not None and workspace is not None and ids is not None and reading.ticket is not None
         broken, delivered = self._remote.wait(reading.ticket)
-        remote = torch.arange(reading.remote_ids.shape[1]) < split.num_remote[:, None]  # [rows, most remote]
         if self._staged:
+            remote = torch.arange(ids.shape[1]) < split.num_remote[:, None]
             landed = self._landing(layer, workspace.shape)
-            workspace[:, : remote.shape[1]][remote] = landed[:, : remote.shape[1]][remote]
-        heads = len(remote) // len(self.counts.selected)
+            workspace[:, : ids.shape[1]][remote] = landed[:, : ids.shape[1]][remote]
+        heads = len(ids) // len(self.counts.selected)
         for request in sorted(delivered):
             rows = slice(request * heads, (request + 1) * heads)
-            ids = reading.remote_ids[rows][remote[rows]].long()
-            if bool((self._states[layer][ids] == MASK_LOCAL).all()):
-                memory = self._pool[layer].view(-1, workspace.shape[-1])
-                workspace[rows, : remote.shape[1]][remote[rows]] = memory[ids]
+            counts = split.num_remote[rows]
+            remote = torch.arange(ids.shape[1]) < counts[:, None]
+            if bool((self._states[layer][ids[rows][remote].long()] == MASK_LOCAL).all()):
+                self._kernels.gather(self._entries(layer), ids[rows], counts, workspace[rows])
             else:
                 self._step.broken.add(request)
         self._step.broken |= broken
@@ -290,19 +286,21 @@ class SelectiveAttention:
         place = torch.empty_like(reading.split.order)
         place.scatter_(1, reading.split.order, torch.arange(k).expand(rows, k))
         newest = reading.counts.long()[:, None] - 1
-        row = torch.arange(rows)
-        memory = self._pool[layer].view(-1, reading.workspace.shape[-1])
-        reading.workspace[row, place.gather(1, newest)[:, 0]] = memory[reading.ids.gather(1, newest)[:, 0].long()]
-        return (place + row[:, None] * k).to(torch.int32)
+        ones, start = torch.ones(rows, dtype=torch.int32), place.gather(1, newest).view(-1).to(torch.int32)
+        self._kernels.gather(self._entries(layer), reading.ids.gather(1, newest), ones, reading.workspace, start)
+        return (place + torch.arange(rows)[:, None] * k).to(torch.int32)
 
     def _keep(self, layer: int, reading: Reading) -> None:
         """What was fetched stays: it is in the pool from now on, and never fetched again."""
         split, ids, workspace = reading.split, reading.remote_ids, reading.workspace
         assert split is not None and ids is not None and workspace is not None
+        self._kernels.scatter(self._entries(layer), ids, split.num_remote, workspace)
         remote = torch.arange(ids.shape[1]) < split.num_remote[:, None]
-        kept = ids[remote].long()
-        self._pool[layer].view(-1, workspace.shape[-1])[kept] = workspace[:, : ids.shape[1]][remote]
-        self._states[layer][kept] = MASK_LOCAL
+        self._states[layer][ids[remote].long()] = MASK_LOCAL
+
+    def _entries(self, layer: int) -> Tensor:
+        """The pool of a layer as entries of single KV heads [num_slots * Hkv, E]."""
+        return self._pool[layer].view(-1, self._pool[layer].shape[-1])
 
     def _complete(self, layer: int, batch: PagedBatch) -> None:
         """Fetch all that is missing of a layer which is read whole."""

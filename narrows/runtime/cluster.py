@@ -52,10 +52,10 @@ def open_cluster(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
     observers: Sequence[Observer] = (),
-    files: ProfileFiles | None = None,
+    ensure_files: Callable[[EngineConfig, Path], ProfileFiles] | None = None,
 ) -> "LocalCluster":
     """Find the model (converting a GGUF file the first time, with `progress`), check the sizes, build the kernels (the
-    first time, which `say` announces), start the instances.
+    first time, which `say` announces) and with `ensure_files` what was measured for selection, start the instances.
 
     Returns while they load: see `wait_ready`. Raises ModelError and ConfigError before anything is started.
     """
@@ -65,8 +65,9 @@ def open_cluster(
     name = config.served_model_name or (config.model if config.model in MODELS else Path(config.model).resolve().stem)
     if config.kernels != "reference":
         prepare(say)  # here, so that not every instance does
+    files = ProfileFiles() if ensure_files is None else ensure_files(config, folder)
     model = ServedModel(name, str(folder), sizes.max_model_len, spec.vocab_size)
-    return LocalCluster(config, model, observers=observers, files=files or ProfileFiles())
+    return LocalCluster(config, model, observers=observers, files=files)
 
 
 class StartFailed(NarrowsError):
