@@ -305,10 +305,10 @@ def profile_timing(out: Path | None, json_file: Path | None, **given: Any) -> No
 @profile.command("hash")
 @text_option
 @out_option
-@_selector_option("hata", "infinigen")
+@_selector_option("hata", "infinigen", "quest")
 @some_options(*MODEL_OPTIONS)
 def profile_hash(texts: tuple[Path, ...], out: Path | None, **given: Any) -> None:
-    """Train what a selector learns of a model: hash weights (hata) or partial keys (infinigen)."""
+    """Make what a selector learns of a model: hash weights (hata), partial keys (infinigen), bounds (quest)."""
     from narrows.profiles import profile_hash as run_profile
 
     run_profile(build(given, None)[0], texts, out)

@@ -1,6 +1,6 @@
 """What is measured before serving: the commands of `narrows profile`, and what is missing made on first use and kept.
 
-    profiles/MODEL-FINGERPRINT/calibration-SELECTOR-...   what hata and infinigen learn of a model
+    profiles/MODEL-FINGERPRINT/calibration-SELECTOR-...   what a selector learns of a model
                                importance-SELECTOR-...    which KV blocks matter, by length of the prompt
                                timing-...                 how long prefill computes here
 
@@ -45,7 +45,7 @@ console = Console(stderr=True, highlight=False)
 # First use waits for these; `narrows profile importance` measures more.
 QUICK_GROUPS = (512, 2048, 4096)
 QUICK_LIMIT_S = 20.0
-CALIBRATED = ("hata", "infinigen")
+CALIBRATED = ("hata", "infinigen", "quest")
 _TIMES = ((128, 128), (1024, 1024), (4096, 4096), (128, 4096), (1024, 4096))  # (uncached, context) that are shown
 
 OnProgress = Callable[[int, int], None]
@@ -366,7 +366,7 @@ def profile_hash(config: EngineConfig, files: Sequence[Path], out: Path | None) 
     """Make what the selector learns of a model, and save it where serving finds it, or in `out`."""
     workshop = Workshop(config, resolve(config.model))
     if config.select not in CALIBRATED:
-        raise ConfigError(f"select: {config.select} learns nothing of a model; {' and '.join(CALIBRATED)} do")
+        raise ConfigError(f"select: {config.select} learns nothing of a model; {', '.join(CALIBRATED)} do")
     out = out or workshop.calibration_path
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:

@@ -12,7 +12,9 @@ same tokens, densely, to the next length.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +129,14 @@ def fit_groups(groups: Sequence[int], max_positions: int, num_tokens: int | None
     return sorted({min(n, room - NUM_ROWS) for n in groups})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """How often each of n prompt tokens was selected in each layer."""
+
+    counts: IntArray  # [L, n]
+    num_queries: int  # rows that could have selected it: decode steps times KV heads times prompts
+
+
 def measure_importance(
     model: Model,
     kernels: Kernels,
@@ -136,12 +146,40 @@ def measure_importance(
     fingerprint: str,  # of the model
     groups: Sequence[int] = GROUPS,
     num_blocks: int = NUM_BLOCKS,
+    num_prompts: int | None = None,
+    prefix: Sequence[int] = (),
+    progress: Progress | None = None,
+    limit_s: float | None = None,
+) -> ImportanceProfile:
+    """Importance by prompt length, smoothed along positions; for the arguments see `count_selections`."""
+    counted = count_selections(
+        model,
+        kernels,
+        selector,
+        text,
+        groups=groups,
+        num_prompts=num_prompts,
+        prefix=prefix,
+        progress=progress,
+        limit_s=limit_s,
+    )
+    made = [Group.from_counts(smooth(counted[n].counts), counted[n].num_queries, num_blocks) for n in sorted(counted)]
+    return ImportanceProfile(fingerprint, selector.fingerprint, VERSION, tuple(made))
+
+
+def count_selections(
+    model: Model,
+    kernels: Kernels,
+    selector: Selector,
+    text: Sequence[int],
+    *,
+    groups: Sequence[int],
     num_prompts: int | None = None,  # of each length; None: more of short ones
     prefix: Sequence[int] = (),  # what every prompt begins with, such as BOS
     progress: Progress | None = None,
     limit_s: float | None = None,
-) -> ImportanceProfile:
-    """Importance by prompt length, from prompts spread evenly over `text`, smoothed along positions.
+) -> dict[int, Counted]:
+    """Selections by prompt length, over prompts spread evenly over `text`.
 
     Lengths beyond the model's context are cut to it. After `limit_s` seconds no further length or prompt is begun,
     but the shortest length is always measured. Raises ConfigError when the text is too short.
@@ -156,8 +194,8 @@ def measure_importance(
     wanted = {n: num_prompts or min(max(_TOKENS_A_GROUP // n, 1), _MOST_PROMPTS) for n in lengths}
     runs = [[n for n in lengths if wanted[n] > i] for i in range(max(wanted.values()))]
     total = sum(run[-1] for run in runs)
-    counts: dict[int, IntArray] = {}
-    measured = dict.fromkeys(lengths, 0)
+    queries = NUM_ROWS * model.spec.num_kv_heads
+    counted: dict[int, Counted] = {}
     done = 0
 
     def advance(num_tokens: int) -> None:
@@ -174,16 +212,12 @@ def measure_importance(
         tokens = [*prefix, *text[first : first + own]]
         one = TextRun(model, kernels, selector, length)
         for n in run:
-            if counts and limit_s is not None and time.monotonic() - began > limit_s:
+            if counted and limit_s is not None and time.monotonic() - began > limit_s:
                 break
             one.prefill(tokens[:n], advance)
             found = one.decode(tokens[n : n + NUM_ROWS])
-            counts[n] = counts[n] + found if n in counts else found
-            measured[n] += 1
+            before = counted.get(n, Counted(np.zeros_like(found), 0))
+            counted[n] = Counted(before.counts + found, before.num_queries + queries)
     if progress is not None:
         progress(total, total)
-    queries = NUM_ROWS * model.spec.num_kv_heads
-    made = tuple(
-        Group.from_counts(smooth(counts[n]), queries * measured[n], num_blocks) for n in lengths if n in counts
-    )
-    return ImportanceProfile(fingerprint, selector.fingerprint, VERSION, made)
+    return counted
