@@ -1,0 +1,1 @@
+"""Profiles are made here: the only part of `profile` that runs a model."""
