@@ -27,9 +27,9 @@ class Landing:
     address: str  # transport address to dial
     pool: RegionKey
     mask: RegionKey
-    metadata: RegionKey | None  # None: decode reads all KV, no selector
     num_slots: int  # slots in the pool, which fixes the stride between its layers
     runs: tuple[tuple[int, int], ...]
+    metadata: RegionKey | None = None  # where the selector's goes; None: there is none
 
     @property
     def num_tokens(self) -> int:

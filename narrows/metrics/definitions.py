@@ -22,10 +22,11 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
     handover_bytes: int = 0  # until decode could begin, all attempts together
-    delivered: tuple[Delivered, ...] = ()  # what crossed in all, by attempt
-    on_demand: tuple[tuple[int, int], ...] = ()  # of each later token: entries selected, entries fetched
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None  # None: still running
+    delivered: tuple[Delivered, ...] = ()  # what crossed in all, by attempt
+    delivered_s: float | None = None  # when the last of it had
+    on_demand: tuple[tuple[int, int], ...] = ()  # of each token behind the first: entries selected, entries fetched
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +98,7 @@ def _measure_one(events: Sequence[Event]) -> RequestMetrics:
         num_prompt_tokens=arrived.num_prompt_tokens,
         cached_tokens=sum(event.cached_tokens for event in events if event.kind is EventKind.FIRST_TOKEN),
         handover_bytes=sum(event.num_bytes for event in events if event.kind is EventKind.HANDOVER_DONE),
+        delivered_s=max((event.time_s for event in events if event.kind is EventKind.DELIVERED), default=None),
         delivered=tuple(event.delivered for event in events if event.delivered is not None),
         on_demand=tuple((event.selected, event.fetched) for event in events if event.kind is EventKind.TOKEN),
         num_preemptions=sum(event.kind is EventKind.PREEMPTED for event in events),

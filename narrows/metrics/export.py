@@ -8,7 +8,7 @@ from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason
 from narrows.core.topology import InstanceInfo
-from narrows.core.wire import Load
+from narrows.core.wire import Delivered, Load
 
 # 1, 2, 5 in each decade from 1 ms to 100 s.
 BUCKETS_S = (*(float(f"{digit}e{power}") for power in range(-3, 2) for digit in (1, 2, 5)), 100.0)
@@ -43,7 +43,9 @@ class PrometheusExporter:
         self._generated_tokens = self._counter("generated_tokens", "tokens sent to callers")
         self._preemptions = self._counter("preemptions", "attempts that were given up, to be computed again")
         self._restarts = self._counter("restarts", "times a lost instance was started again", *_INSTANCE)
-        self._handover_bytes = self._counter("handover_bytes", "bytes that crossed from prefill to decode")
+        self._handover_bytes = self._counter("handover_bytes", "bytes that crossed from prefill to decode", "path")
+        self._wasted_bytes = self._counter("wasted_bytes", "KV bytes that crossed although decode had them")
+        self._entries = self._counter("selected_entries", "KV entries read while some were at prefill", "from")
         self._ttft = self._histogram("ttft", "arrival to the first token")
         self._ttst = self._histogram("ttst", "first token to the second")
         self._second_token = self._histogram("second_token", "arrival to the second token")
@@ -66,8 +68,10 @@ class PrometheusExporter:
         elif event.kind in (EventKind.FIRST_TOKEN, EventKind.TOKEN):
             self._cached_tokens.inc(event.cached_tokens)
             self._observe_token(self._live[event.request], event.time_s)
-        elif event.kind is EventKind.HANDOVER_DONE:
-            self._handover_bytes.inc(event.num_bytes)
+            self._entries.labels("prefill").inc(event.fetched)
+            self._entries.labels("decode").inc(event.selected - event.fetched)
+        elif event.delivered is not None:
+            self._observe_delivered(event.delivered)
         elif event.kind is EventKind.PREEMPTED:
             self._preemptions.inc()
         elif event.kind is EventKind.FINISHED:
@@ -104,6 +108,11 @@ class PrometheusExporter:
     def render(self) -> str:
         """The page, in Prometheus' text format."""
         return generate_latest(self._registry).decode()
+
+    def _observe_delivered(self, delivered: Delivered) -> None:
+        for path in ("metadata", "proactive", "on_demand", "speculative"):
+            self._handover_bytes.labels(path).inc(getattr(delivered, f"{path}_bytes"))
+        self._wasted_bytes.inc(delivered.wasted_bytes)
 
     def _observe_token(self, live: _Live, time_s: float) -> None:
         self._generated_tokens.inc()

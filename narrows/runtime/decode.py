@@ -141,9 +141,9 @@ class DecodePhase:
             self._transport.address,
             self._regions.pool.key,
             self._regions.mask.key,
-            None if metadata is None else metadata.key,
             self._mask.layout.num_slots,
             tuple(table.runs(0, num_tokens)),
+            None if metadata is None else metadata.key,
         )
 
     def serve(self) -> bool:

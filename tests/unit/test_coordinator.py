@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from narrows.core.plan import Landing, RegionKey
 from narrows.core.request import FinishReason, Request, SampledToken, SamplingParams
 from narrows.core.topology import InstanceInfo
 from narrows.core.wire import (
+    Delivered,
     Failed,
     Prefill,
     Produced,
@@ -376,3 +378,36 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_held(
     assert all(not actor.held for actor in actors.values())
     assert all(len(bench.endings(name)) == 1 for name in names)
     check_lifetime(bench.events)
+
+
+def test_pages_that_are_written_to_outlive_their_request_at_decode() -> None:
+    """A request may end at decode before all its KV is there: prefill lets go first, then decode."""
+    bench = both()
+    bench.submit("a", max_tokens=5)
+    bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
+    bench.say(D0, Progress(started=(Started("a", 0),)))
+    bench.sent()
+    bench.say(D0, Progress(produced=(replace(token("a", 0, 1, 12, FinishReason.STOP), held=True),)))
+    assert bench.endings("a") == [FinishReason.STOP], "its caller does not wait"
+    assert bench.sent() == [(P0, Release("a", 0))]
+    assert bench.coordinator.num_holds == 1
+    delivered = Delivered("a", 0, proactive_bytes=10)
+    bench.say(P0, Progress(delivered=(delivered,), released=(Released("a", 0),)))
+    assert bench.sent() == [(D0, Release("a", 0))]
+    bench.say(D0, Progress(released=(Released("a", 0),)))
+    assert bench.coordinator.num_holds == 0
+    assert [event.delivered for event in bench.events if event.kind is EventKind.DELIVERED] == [delivered]
+
+
+def test_being_preempted_is_no_loss_however_often() -> None:
+    bench = both()
+    bench.submit("a", max_tokens=50)
+    for generation in range(6):
+        bench.say(D0, Progress(reserved=(Reserved("a", generation, landing("a", generation, 6)),)))
+        bench.say(D0, Progress(failed=(Failed("a", generation, "no room", retry=True, preempted=True),)))
+        bench.sent()
+        for instance in (P0, D0):
+            bench.say(instance, Progress(released=(Released("a", generation),)))
+        bench.sent()
+    assert bench.endings("a") == []

@@ -9,12 +9,16 @@ from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
 from narrows.core.request import FinishReason
 from narrows.core.topology import InstanceInfo
-from narrows.core.wire import Load
+from narrows.core.wire import Delivered, Load
 from narrows.metrics.definitions import RequestMetrics, check_lifetime, ctl_s, measure
 from narrows.metrics.export import BUCKETS_S, PrometheusExporter
 from narrows.metrics.summary import distribution, summarize
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+# What crossed for a's two attempts: 1000 bytes, and 100 + 700 + 300 + 400.
+FIRST = Delivered("a", 0, proactive_bytes=1000)
+SECOND = Delivered("a", 1, 100, 700, 300, 400, wasted_bytes=50, pushed_blocks=10, num_blocks=30, full=False)
 
 # a: arrives at 10, tokens at 12, 15, 16, 18, preempted once. b: arrives at 11, one token at 12. c: refused at once.
 EVENTS = [
@@ -31,8 +35,10 @@ EVENTS = [
     Event(EventKind.PREEMPTED, A, 15.0),
     Event(EventKind.TOKEN, A, 16.0, token=3),
     Event(EventKind.HANDOVER_DONE, A, 17.0, num_bytes=1200),
-    Event(EventKind.TOKEN, A, 18.0, token=4),
+    Event(EventKind.DELIVERED, A, 17.5, delivered=FIRST),
+    Event(EventKind.TOKEN, A, 18.0, token=4, selected=200, fetched=30),
     Event(EventKind.FINISHED, A, 18.0, finish_reason=FinishReason.LENGTH),
+    Event(EventKind.DELIVERED, A, 19.0, delivered=SECOND),
 ]
 
 
@@ -40,7 +46,12 @@ def test_figures_by_hand() -> None:
     measured = measure(EVENTS)
     assert list(measured) == [A, B, C]
     a = measured[A]
-    assert a == RequestMetrics(A, 10.0, (12.0, 15.0, 16.0, 18.0), 100, 64, 2200, 1, FinishReason.LENGTH)
+    selected = ((0, 0), (0, 0), (200, 30))
+    assert a == RequestMetrics(
+        *(A, 10.0, (12.0, 15.0, 16.0, 18.0), 100, 64, 2200, 1, FinishReason.LENGTH, (FIRST, SECOND), 19.0, selected)
+    )
+    assert a.total_bytes == 1000 + 1500
+    assert a.on_demand_ratio == (0.0, 0.0, 0.15)
     assert (a.ttft_s, a.ttst_s, a.second_token_s) == (2.0, 3.0, 5.0)
     assert a.tbt_s == (1.0, 2.0), "the time to the second token is not among the gaps"
     assert a.tpot_s == (18.0 - 12.0) / 3
@@ -92,15 +103,15 @@ def test_a_sound_lifetime_passes() -> None:
 @pytest.mark.parametrize(
     ("events", "says"),
     [
-        (EVENTS[:-1], "a: .*|not exactly one ending"),
-        ([*EVENTS, EVENTS[-1]], "not exactly one ending"),
+        (EVENTS[:-2], "a: .*|not exactly one ending"),
+        ([*EVENTS, EVENTS[-2]], "not exactly one ending"),
         ([*EVENTS, Event(EventKind.TOKEN, A, 19.0)], "after the ending"),
-        ([*EVENTS[:-1], replace(EVENTS[-1], finish_reason=None)], "without a reason"),
+        ([*EVENTS[:-2], replace(EVENTS[-2], finish_reason=None)], "without a reason"),
         (EVENTS[1:], "not exactly one arrival"),
         ([Event(EventKind.PLACED, A, 9.0), *EVENTS], "before the arrival"),
         ([e for e in EVENTS if e.kind is not EventKind.FIRST_TOKEN], "tokens without a first"),
         ([replace(e, kind=EventKind.FIRST_TOKEN) if e.token == 4 else e for e in EVENTS], "is not the first"),
-        ([*EVENTS[:-1], replace(EVENTS[-1], time_s=17.0)], "finished is earlier than token"),
+        ([*EVENTS[:-2], replace(EVENTS[-2], time_s=17.0)], "finished is earlier than token"),
     ],
 )
 def test_a_broken_lifetime_is_named(events: list[Event], says: str) -> None:
@@ -128,7 +139,11 @@ def test_the_page_counts_what_happened() -> None:
     assert plain["narrows_prompt_tokens_total"] == 123
     assert plain["narrows_generated_tokens_total"] == 5
     assert plain["narrows_cached_tokens_total"] == 64
-    assert plain["narrows_handover_bytes_total"] == 2200
+    assert plain["narrows_wasted_bytes_total"] == 50
+    by_path = {labels[0][1]: v for (name, labels), v in page.items() if name == "narrows_handover_bytes_total"}
+    assert by_path == {"metadata": 100, "proactive": 1700, "on_demand": 300, "speculative": 400}
+    entries = {labels[0][1]: v for (name, labels), v in page.items() if name == "narrows_selected_entries_total"}
+    assert entries == {"decode": 170, "prefill": 30}
     assert plain["narrows_preemptions_total"] == 1
     assert plain["narrows_live_requests"] == 0
     for name, count, total in [
