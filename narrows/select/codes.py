@@ -7,14 +7,13 @@ Legend: T tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
 from torch import Tensor
 
 from narrows.kernels.base import Kernels, PagedBatch
-from narrows.kernels.scores import CodeLayout, open_scores
+from narrows.kernels.scores import TOKENS, CodeLayout, open_scores
 from narrows.select.base import KVIndex, MetadataLayout
 from narrows.select.budget import begin, budget, check_ratio, choose, fingerprint
 
 # First tokens of a request, always read: they draw attention whatever they say, and their keys are unlike all others,
 # so that what 16 values can say of a key does not fit them.
 SINKS = 4
-TOKENS = CodeLayout()
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:
