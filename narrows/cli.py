@@ -222,6 +222,86 @@ def bench_engine(
     save(json_file, run_bench(config, cases=cases, rounds=rounds))
 
 
+def _list_of(kind: Callable[[str], Any], what: str) -> Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]:
+    """A callback that splits at commas."""
+
+    def split(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part.strip()) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of {what}; separate them by commas") from None
+
+    return split
+
+
+def _list_option(flag: str, default: str, kind: Callable[[str], Any], what: str, text: str) -> Callable[[F], F]:
+    return click.option(flag, default=default, show_default=True, callback=_list_of(kind, what), help=text)
+
+
+HANDOVER_OPTIONS = (
+    *("model", "dtype", "prefill", "decode", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"),
+    *("kv_cache_memory_bytes", "transport", "checksums", "select_ratio", "landing", "importance", "kernels", "threads"),
+)
+
+
+@bench.command("handover")
+@_list_option("--tt-over-tp", "6.5", float, "numbers", "Transfer time of a prompt's KV over its prefill time.")
+@_list_option("--batch", "1", int, "whole numbers", "Requests submitted at once.")
+@_list_option("--selector", "infinigen", str, "names", "Selection algorithms.")
+@_list_option(
+    "--scheme", "full,selective,partial", str, "names", "What crosses when; the values of --transfer, oracle."
+)
+@click.option("--prompt-tokens", type=int, default=8000, show_default=True, help="Length of each prompt.")
+@click.option("--output-tokens", type=int, default=64, show_default=True, help="Tokens measured of each answer.")
+@click.option("--hit", type=float, default=0.75, show_default=True, help="Part of each prompt in the prefix cache.")
+@click.option(
+    "--text", default="mixed", show_default=True, help="code, docstrings, tables, prose, or mixed: the first two."
+)
+@click.option(
+    "--follow-tokens",
+    type=click.IntRange(min=0),
+    default=256,
+    show_default=True,
+    help="Go on behind the measured tokens, at most so far, until all KV is delivered.",
+)
+@rounds_option(3)
+@json_option("Write the rows here.")
+@click.option("--png", type=click.Path(path_type=Path), callback=_writable, help="Draw CTL curves and TTST here.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with settings of serve.")
+@some_options(*HANDOVER_OPTIONS)
+def bench_handover(
+    tt_over_tp: tuple[float, ...],
+    batch: tuple[int, ...],
+    selector: tuple[str, ...],
+    scheme: tuple[str, ...],
+    prompt_tokens: int,
+    output_tokens: int,
+    hit: float,
+    text: str,
+    follow_tokens: int,
+    rounds: int,
+    json_file: Path | None,
+    png: Path | None,
+    config_file: Path | None,
+    **given: Any,
+) -> None:
+    """Schemes of hand-over beside each other on a slow link: TTFT, TTST, TBT, CTL, bytes by path."""
+    from narrows.bench.handover import Plan, plot, schemes_named, show
+    from narrows.bench.handover import run as run_bench
+    from narrows.bench.results import save
+    from narrows.bench.testbed import Workload
+
+    config, _ = build(given, config_file)
+    plan = Plan(schemes_named(scheme), selector, tt_over_tp, batch)
+    result = run_bench(config, plan, Workload(prompt_tokens, output_tokens, hit, rounds, text, follow_tokens))
+    save(json_file, result)
+    show(result)
+    if png is not None:
+        plot(result, png)
+    if result["differing"]:
+        raise NarrowsError(f"tokens differ between schemes, which must never be: {'; '.join(result['differing'])}")
+
+
 @main.group()
 def profile() -> None:
     """Measure what serving plans by: which KV matters, how long prefill takes, what selectors learn of a model."""
