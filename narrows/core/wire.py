@@ -230,18 +230,20 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The note of a fetch's answer, behind its last byte."""
+    """The note of a fetch's answer, behind its last byte. What it lacks: requests all whose KV had arrived meanwhile
+    (`delivered`), and those that are not here any more (`lost`)."""
 
     ticket: int
+    delivered: tuple[tuple[str, int], ...] = ()
+    lost: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A fetch that will not be answered for these requests (all it asked for: an empty tuple)."""
+    """A fetch that will not be answered."""
 
     ticket: int
     error: str
-    delivered: bool = False  # nothing is wrong: all KV has arrived meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ nothing is scattered behind the arrival. An answer larger than the staging ring 
 carries the note.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from narrows.core.plan import RegionKey
-from narrows.core.wire import Fetch, Wanted
+from narrows.core.wire import Fetch, Fetched, Wanted
 from narrows.errors import TransportError
 from narrows.transfer.base import Copy, Post, Region, Tag
-from narrows.transfer.parcel import ON_DEMAND, URGENCY, Parcel, Source
+from narrows.transfer.parcel import ON_DEMAND, URGENCY, Key, Parcel, Source
 from narrows.transfer.positions import Positions, decode_positions
 from narrows.transfer.staging import StagingRing
 
@@ -21,12 +21,24 @@ from narrows.transfer.staging import StagingRing
 class Answer:
     """What is left to send of one fetch, in `rows`: one per KV head and request that wants any."""
 
-    def __init__(self, fetch: Fetch, parcels: list[Parcel], num_heads: int) -> None:
-        """Raises TransportError when a wanted list is damaged."""
+    def __init__(
+        self,
+        fetch: Fetch,
+        parcels: Mapping[Key, Parcel],
+        endings: Mapping[Key, bool],  # of parcels that are over: whether everything had arrived
+        num_heads: int,
+    ) -> None:
+        """Raises TransportError when a wanted list is damaged or asks for what is not computed."""
         self.fetch = fetch
         self.rows: list[tuple[Parcel, Wanted, int, Positions]] = []
         self._shares: list[tuple[Parcel, int]] = []  # entries of each parcel
-        for wanted, parcel in zip(fetch.wanted, parcels, strict=True):
+        over: dict[bool, list[Key]] = {True: [], False: []}
+        for wanted in fetch.wanted:
+            key = (wanted.request, wanted.generation)
+            parcel = parcels.get(key)
+            if parcel is None:
+                over[endings.get(key, False)].append(key)
+                continue
             if not 0 <= fetch.layer < len(parcel.stored) or parcel.stored[fetch.layer] < parcel.num_tokens:
                 raise TransportError(f"layer {fetch.layer} of {wanted.request} is not computed yet")
             heads = decode_positions(wanted.positions, num_heads, parcel.num_tokens)
@@ -34,6 +46,7 @@ class Answer:
             self._shares.append((parcel, sum(map(len, heads))))
             if parcel.bound is not None:
                 parcel.wasted_entries += parcel.bound.delivery.fetch(fetch.layer, heads)
+        self.note = Fetched(fetch.ticket, tuple(over[True]), tuple(over[False]))
 
     def count(self, num_bytes: int) -> None:
         """So many bytes of it have arrived: for the parcels' books."""

@@ -26,7 +26,7 @@ import numpy as np
 from narrows.core.plan import Landing
 from narrows.core.scheme import Scheme
 from narrows.core.trace import Tracer
-from narrows.core.wire import Delivered, Fetch, Fetched, Grant, Refusal, Settled
+from narrows.core.wire import Delivered, Fetch, Grant, Refusal, Settled
 from narrows.errors import PeerLost, TransportError
 from narrows.kv.layout import DENSE_LAYERS
 from narrows.transfer.answers import Answer, Gatherer
@@ -223,22 +223,16 @@ class Courier:
         return idle_s * rate / self._source.layout.token_bytes
 
     def _on_fetch(self, peer: PeerName, fetch: Fetch) -> None:
-        keys = [(wanted.request, wanted.generation) for wanted in fetch.wanted]
-        missing = [key for key in keys if key not in self._parcels]
-        if missing:
-            delivered = all(self._endings.get(key, False) for key in missing)
-            self._refuse(peer, fetch, f"{missing[0][0]} is not here any more", delivered=delivered)
-            return
-        parcels = [self._parcels[key] for key in keys]
         try:
-            answer = Answer(fetch, parcels, self._source.layout.num_kv_heads)
+            answer = Answer(fetch, self._parcels, self._endings, self._source.layout.num_kv_heads)
         except TransportError as error:
             self._refuse(peer, fetch, str(error))
-            return
-        self._answers.append((peer, answer))
+        else:
+            self._answers.append((peer, answer))
 
-    def _refuse(self, peer: PeerName, fetch: Fetch, error: str, *, delivered: bool = False) -> None:
-        self._send(peer, Refusal(fetch.ticket, error, delivered))
+    def _refuse(self, peer: PeerName, fetch: Fetch, error: str) -> None:
+        _log.warning("a fetch of %s is not answered: %s", peer, error)
+        self._send(peer, Refusal(fetch.ticket, error))
 
     def _send(self, peer: PeerName, message: Refusal | Settled) -> None:
         with contextlib.suppress(PeerLost):  # it waits for nothing any more
@@ -261,8 +255,7 @@ class Courier:
             peer, answer = self._answers[0]
             if self._gatherer is None:
                 self._gatherer = Gatherer(self._source, self._transport.allocate)
-            note = encode(Fetched(answer.fetch.ticket))
-            step = self._gatherer.next_post(answer, f"fetch:{self._transport.name}", note)
+            step = self._gatherer.next_post(answer, f"fetch:{self._transport.name}", encode(answer.note))
             if step is None:
                 return
             if not answer.rows:
@@ -270,9 +263,11 @@ class Courier:
             post, piece = step
             try:
                 self._post(peer, post, ON_DEMAND, answer=answer, piece=piece)
-            except PeerLost:
+            except (TransportError, ValueError) as error:
+                answer.rows.clear()
                 if piece is not None:
                     self._gatherer.ring.give_back(piece)
+                self._refuse(peer, answer.fetch, str(error))
 
     def _advance(self, parcel: Parcel) -> None:
         """Hand the transport what this parcel may send now."""

@@ -177,11 +177,16 @@ class Fetcher:
             if ticket is None or peer not in ticket.owed:
                 continue  # given up meanwhile
             if isinstance(message, Fetched):
-                del ticket.owed[peer]
+                for request in ticket.owed.pop(peer):
+                    origin = self._origins[request]
+                    assert origin is not None
+                    key = (origin.request, origin.generation)
+                    if key in message.lost:
+                        ticket.broken.add(request)
+                    elif key in message.delivered:
+                        ticket.delivered.add(request)
                 if self._tracer is not None:
                     self._tracer.add(FETCH, f"layer {ticket.layer}", ticket.sent_s, layer=ticket.layer)
-            elif isinstance(message, Refusal) and message.delivered:
-                ticket.delivered.update(ticket.owed.pop(peer))
             else:
                 self._break(ticket, peer)
 
