@@ -88,6 +88,7 @@ def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
                 "Ctrl-C stops",
                 soft_wrap=True,
             ),
+            on_hangup=cluster.reload,
             until=lambda: cluster.failure,
         )
     if failure:

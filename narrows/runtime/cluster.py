@@ -106,6 +106,7 @@ class LocalCluster:
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_out.bind("inproc://wake")
         self._wake_in.connect("inproc://wake")
+        self._files = files
         self._launcher = Launcher(config, model, self._hub.address, files)
         self._spans: dict[InstanceId, list[Span]] = defaultdict(list)
         self._adopted: Adopt | None = None  # what prefill instances follow instead of what they started with
@@ -196,6 +197,11 @@ class LocalCluster:
                 if worker.role is Role.PREFILL and worker.ready:
                     self._coordinator.outbox.append((name, self._adopted))
             self._wake()
+
+    def reload(self) -> None:
+        """Read the importance profile's file again, as after `narrows profile importance`."""
+        if self._files.importance is not None:
+            self.adopt(self._config.scheme, self._files.importance)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every instance has started. Raises StartFailed with an instance's own words, or Unavailable."""

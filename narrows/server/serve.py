@@ -92,11 +92,12 @@ def serve(
     limits: Limits | None = None,
     grace: Grace = Grace(),
     on_listening: Callable[[str], None] | None = None,
+    on_hangup: Callable[[], None] | None = None,
     until: Callable[[], str] | None = None,
 ) -> str:
     """Serve until SIGINT or SIGTERM, then end within grace_s + close_s. Blocks; call it in the main thread.
 
-    `on_listening` hears the address once requests are answered. `until` is asked twice a second, must not block, and
+    `on_listening` hears the address once requests are answered, `on_hangup` each SIGHUP. `until` is asked twice a second, must not block, and
     ends the serving, as the first signal does, when it gives a reason; that is returned, else "". Closes `listener`,
     not `client`. Raises ConfigError for an API key that no client could send.
     """
@@ -110,6 +111,8 @@ def serve(
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        if on_hangup is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
         watching = asyncio.create_task(_watch(until, stop)) if until else None
         await serve_app(app, listener, stop, cut, grace, on_listening)
         if watching is None:

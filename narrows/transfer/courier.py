@@ -88,6 +88,7 @@ class Courier:
         self._endings: OrderedDict[Key, bool] = OrderedDict()  # True: everything had arrived
         self._flights: dict[PostId, _Flight] = {}
         self._meters: dict[PeerName, LinkMeter] = {}
+        self._decided: dict[PeerName, bool | None] = {}  # how the last hand-over went, for the log
         self._news: list[News] = []
         self._answers: deque[tuple[PeerName, Answer]] = deque()  # in order; they wait for room to be gathered in
         self._gatherer: Gatherer | None = None  # made when the first fetch comes
@@ -307,7 +308,11 @@ class Courier:
         # Equation 2 counts the metadata as part of everything; it crosses first, so the blocks have what is left.
         count = max(int(count - blocks * metadata / (kv + metadata)), DENSE_LAYERS * delivery.num_blocks)
         delivery.push(count)
-        _log.info(
+        # Each hand-over is decided anew; a person wants to hear of it when it comes out otherwise than the last.
+        level = logging.DEBUG if self._decided.get(bound.peer) is parcel.full else logging.INFO
+        self._decided[bound.peer] = parcel.full
+        _log.log(
+            level,
             "%s: %s transfer to %s: %.0f MB take %.2f s at %.2f Gbit/s, prefill %.2f s; %d of %d KV blocks are pushed",
             parcel.key[0],
             "full" if parcel.full else "selective",
