@@ -97,9 +97,9 @@ def serve(
 ) -> str:
     """Serve until SIGINT or SIGTERM, then end within grace_s + close_s. Blocks; call it in the main thread.
 
-    `on_listening` hears the address once requests are answered, `on_hangup` each SIGHUP. `until` is asked twice a second, must not block, and
-    ends the serving, as the first signal does, when it gives a reason; that is returned, else "". Closes `listener`,
-    not `client`. Raises ConfigError for an API key that no client could send.
+    `on_listening` hears the address once requests are answered, `on_hangup` each SIGHUP. `until` is asked twice a
+    second, must not block, and ends the serving, as the first signal does, when it gives a reason; that is returned,
+    else "". Closes `listener`, not `client`. Raises ConfigError for an API key that no client could send.
     """
     app = create_app(client, tokenizer, api_key=api_key, limits=limits)
 
