@@ -115,9 +115,9 @@ def some_options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-def build(given: dict[str, Any], config_file: Path | None) -> tuple[EngineConfig, ServerConfig]:
-    """Command line over TOML file over defaults. Raises ConfigError."""
-    values = read_toml(config_file) if config_file else {}
+def build(given: dict[str, Any], config_file: Path | None, **defaults: Any) -> tuple[EngineConfig, ServerConfig]:
+    """Command line over TOML file over `defaults` over those of the configs. Raises ConfigError."""
+    values = defaults | (read_toml(config_file) if config_file else {})
     values |= {name: value for name, value in given.items() if value is not None}
     parts = [
         {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
@@ -181,13 +181,33 @@ def _standard_input() -> str:
 @click.option("--tokens", type=int, default=4000, show_default=True, help="Length of the long prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Longest answer.")
 @json_option("Write the figures here.")
+@click.option(
+    "--png",
+    "png_file",
+    type=click.Path(path_type=Path),
+    default="narrows-demo.png",
+    show_default=True,
+    callback=_writable,
+    help="Draw how long a reader waits for each token here.",
+)
 @options(EngineConfig)
-def demo(tokens: int, max_tokens: int, json_file: Path | None, config_file: Path | None, **given: Any) -> None:
-    """Ask a question about a long real text and show when each token came and what crossed the link."""
+def demo(
+    tokens: int,
+    max_tokens: int,
+    json_file: Path | None,
+    png_file: Path | None,
+    config_file: Path | None,
+    **given: Any,
+) -> None:
+    """Ask a question about a long real text over a narrow link, by full transfer and selectively, side by side.
+
+    Unless told otherwise it selects by infinigen and makes the link so narrow that the KV of the text needs 6.5 times
+    as long as computing it. With --select none there is only full transfer, over the link as it is.
+    """
     from narrows.demo import demo as run_demo
 
-    config, _ = build(given, config_file)
-    run_demo(config, num_tokens=tokens, max_tokens=max_tokens, json_file=json_file)
+    config, _ = build(given, config_file, select="infinigen")
+    run_demo(config, num_tokens=tokens, max_tokens=max_tokens, json_file=json_file, png_file=png_file)
 
 
 @main.group()
