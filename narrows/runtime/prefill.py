@@ -118,7 +118,8 @@ class PrefillPhase:
             self._adopt(message)
 
     def is_urgent(self, message: ToInstance) -> bool:
-        return isinstance(message, Push)
+        """A landing, unless its prompt has come in the same step and waits for the next turn itself."""
+        return isinstance(message, Push) and (message.landing.request, message.landing.generation) in self._jobs
 
     def serve(self) -> bool:
         served = self.courier.serve()
