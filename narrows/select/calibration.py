@@ -15,16 +15,6 @@ from narrows.select.shape import SelectorShape
 VERSION = "1"
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """Of a model folder: its config, and of each weight file the name, size and first MiB, which has all shapes and
-    the first tensors."""
-    key = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            key.update(repr((path.name, path.stat().st_size)).encode() + file.read(1 << 20))
-    return key.hexdigest()[:16]
-
-
 def save(path: Path, name: str, model: str, arrays: Mapping[str, Tensor]) -> None:
     """Write the calibration of algorithm `name` for the model of that fingerprint; appears whole or not at all."""
     partial = path.with_name(path.name + ".partial")
