@@ -18,8 +18,8 @@ def smooth(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
         |.:::||||======== windows ========||||:::.|
         sinks                            most recent
 
-    Measured on the bundled model at 2,048 tokens with half of the KV pushed, this is worth about four times as many
-    calibration prompts (benchmarks/profile.py shows both).
+    On the bundled model at 2,048 tokens with half of the KV pushed this is worth two to four times as many calibration
+    prompts (benchmarks/profile.py shows both).
     """
     at = np.arange(counts.shape[1])
     half = np.minimum(_MOST, np.minimum(at, at[::-1]) // _SLOPE)
