@@ -68,5 +68,7 @@ class CodeSelector:
             alpha=float("inf") if self.alpha is None else self.alpha,
         )
         if self.alpha is not None and self.ratio < 1.0:
-            num = num.minimum(1 + SINKS + close.double().mean(1).ceil().int())
+            # Means over the queries of each KV head; the neediest of them speaks for the layer.
+            close = close.unflatten(1, (metadata.shape[1], -1)).double().mean(2).amax(1)
+            num = num.minimum(1 + SINKS + close.ceil().int())
         return choose(self._kernels, scores, num)

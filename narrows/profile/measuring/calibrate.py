@@ -1,6 +1,7 @@
 """Makes the calibration file of a selection algorithm by running the model on prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,20 +12,22 @@ from narrows.kernels import load as load_kernels
 from narrows.kernels.base import Kernels
 from narrows.models.catalog import resolve
 from narrows.models.fingerprint import folder_fingerprint
+from narrows.models.layers.rope import rope_tables
 from narrows.models.load import load_model
 from narrows.profile.measuring.bounds import fit_bounds
 from narrows.profile.measuring.hashes import fit_hash
 from narrows.profile.measuring.partial_keys import fit_partial_keys
-from narrows.profile.measuring.samples import SHORTEST, Sample, collect
+from narrows.profile.measuring.samples import SHORTEST, View, collect, views
 from narrows.select.calibration import save
 from narrows.select.registry import NEEDS_CALIBRATION
 
 LONGEST = 2048  # tokens of a prompt that are used
 MOST = 4096  # of all prompts together
 NUM_ROWS = 128  # queries of a prompt
-SKIPPED = 4  # first keys of a prompt, attention sinks: unlike all others, they would bend what is fitted
+NUM_VIEWS = 3  # of each prompt, at other positions of the context
+FARTHEST = 32768  # positions that calibration covers, where the model has more
 
-Fit = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+Fit = Callable[[Sequence[View], float], dict[str, Tensor]]
 FITS: dict[str, Fit] = {"infinigen": fit_partial_keys, "hata": fit_hash, "quest": fit_bounds}
 
 
@@ -33,14 +36,14 @@ def calibrate(
     model: str | Path,
     prompts: Sequence[Sequence[int]],
     out: Path,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] | None = None,
     *,
     kernels: Kernels | None = None,
 ) -> None:
     """Write the calibration file of algorithm `name` for a model (a name or folder; see models.catalog).
 
-    Prompts are token ids; the first MOST tokens are used, in pieces of LONGEST. `progress` hears (done, of all).
-    Raises ConfigError where the algorithm needs none or the prompts are too short.
+    Prompts are token ids; the first MOST tokens are used, in pieces of LONGEST. `progress` hears (done, of all), in
+    layers run and layers fitted. Raises ConfigError where the algorithm needs none or the prompts are too short.
     """
     if name not in NEEDS_CALIBRATION:
         raise ConfigError(f"select: {name} needs no calibration; {', '.join(sorted(NEEDS_CALIBRATION))} do")
@@ -50,15 +53,20 @@ def calibrate(
     folder = resolve(model)
     kernels = kernels or load_kernels()
     loaded = load_model(folder, torch.bfloat16, kernels)
-    num_layers = loaded.spec.num_layers
-    samples = collect(
-        loaded, kernels, used, num_rows=NUM_ROWS, progress=lambda done, of: progress(done, of + num_layers)
-    )
-    total = (len(samples) + 1) * num_layers
+    spec = loaded.spec
+    total = (len(used) + 1) * spec.num_layers
+
+    def tell(done: int, _of: int = 0) -> None:
+        if progress is not None:
+            progress(done, total)
+
+    samples = collect(loaded, kernels, used, num_rows=NUM_ROWS, progress=tell)
+    rope = rope_tables(spec.rope, spec.head_dim, min(spec.max_positions, FARTHEST))
     layers = []
-    for layer in range(num_layers):
-        layers.append(fit_layer(FITS[name], samples, layer, loaded.spec.head_dim**-0.5))
-        progress(total - num_layers + layer + 1, total)
+    with one_thread():
+        for layer in range(spec.num_layers):
+            layers.append(FITS[name](views(samples, layer, rope, NUM_VIEWS), spec.head_dim**-0.5))
+            tell(total - spec.num_layers + layer + 1)
     arrays = {key: torch.stack([part[key] for part in layers]).contiguous() for key in layers[0]}
     save(out, name, folder_fingerprint(folder), arrays)
 
@@ -76,21 +84,13 @@ def pieces(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return found
 
 
-@torch.inference_mode()
-def fit_layer(fit: Fit, samples: Sequence[Sample], layer: int, scale: float) -> dict[str, Tensor]:
-    """The arrays of one layer, KV heads first."""
-    num_kv_heads = samples[0].layers[layer].key.shape[1]
-    heads = []
-    for head in range(num_kv_heads):
-        queries, keys, attention = [], [], []
-        for sample in samples:
-            part = sample.layers[layer]
-            query = part.query.float().unflatten(1, (num_kv_heads, -1))[:, head]  # [S, G, D]
-            key = part.key[:, head].float()
-            scores = torch.einsum("sgd,td->sgt", query, key) * scale
-            scores.masked_fill_((torch.arange(len(key)) > sample.positions[:, None])[:, None], float("-inf"))
-            queries.append(query.flatten(0, 1))
-            keys.append(key[SKIPPED:])
-            attention.append(scores.softmax(-1).sum((0, 1))[SKIPPED:])
-        heads.append(fit(torch.cat(queries), torch.cat(keys), torch.cat(attention)))
-    return {key: torch.stack([head[key] for head in heads]) for key in heads[0]}
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch with one thread: its others would wait for each other longer than such small matrices take, the more so
+    where other processes use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

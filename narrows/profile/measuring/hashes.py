@@ -1,50 +1,82 @@
 """Training of hata: projections whose signs are a key's bits, and how much of each bit a query asks for.
 
-Legend: N keys, S queries (of all heads of a group), D head size, b bits.
+Legend: Hkv KV heads, S queries of a step, G heads of a group, N keys, D head size, b bits.
+
+A score made of bits is trained to give the attention that q.k gives: the loss is the divergence of the two softmaxes.
+Signs have no gradient, so bits go forward as signs and backward as tanh.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from narrows.profile.measuring.partial_keys import skew
+from narrows.profile.measuring.samples import View
 
-BITS = 128
-ROUNDS = 15
-RIDGE = 1e-4
+BITS = 64
+STEPS = 60
+WARM_UP = 5
+QUERIES = 32  # of a step
+RATE = 0.05  # of the mean size of what is trained
+RIDGE = 0.01
 
 
-def fit_hash(query: Tensor, key: Tensor, attention: Tensor, bits: int = BITS) -> dict[str, Tensor]:
-    """encode [D, b], bias [1, b] and decode [D, b] of one KV head, all float32.
+@torch.enable_grad()
+def fit_hash(views: Sequence[View], scale: float, bits: int = BITS) -> dict[str, Tensor]:
+    """encode [Hkv, D, b], bias [Hkv, 1, b] and decode [Hkv, D, b].
 
     A key's bits are `key @ encode + bias > 0`; `query @ decode` is what each bit adds to q.k where it is set, and
     takes away where it is not.
     """
-    forward, backward, mean, _ = skew(query, key)
-    coordinates = (key - mean) @ backward
-    weights = (attention / attention.mean() + 1e-3).clamp(max=50.0).sqrt()
-    weights = weights / weights.sum()
-    middle = weights @ coordinates
-    x = coordinates - middle
-    dims = x.shape[1]
-    size = max(bits, dims)
     random = torch.Generator().manual_seed(0)
-    projection = torch.linalg.qr(torch.randn(size, size, generator=random)).Q[:dims, :bits]
-    offset = torch.zeros(bits)
-    for _ in range(ROUNDS):
-        signs = (x @ projection + offset).sign()
-        back = regress(signs, x, weights)
-        left = x - signs @ back
-        wanted = (left @ back.T + signs * back.square().sum(1)).sign()
-        ones = torch.cat([x, torch.ones(len(x), 1)], dim=1)
-        solved = regress(ones, wanted, weights)
-        projection, offset = solved[:-1], solved[-1]
-    back = regress((x @ projection + offset).sign(), x, weights)
-    encode = backward @ projection
-    bias = offset - mean @ encode - middle @ projection
-    return {"encode": encode.contiguous(), "bias": bias[None], "decode": (forward @ back.T).contiguous()}
+    trained = [x.requires_grad_() for x in begin(views, bits, random)]
+    encode, bias, decode = trained
+    rates = [RATE * float(encode.detach().abs().mean()), RATE, RATE * float(decode.detach().abs().mean())]
+    adam = torch.optim.Adam([{"params": [x], "lr": r} for x, r in zip(trained, rates, strict=True)], betas=(0.9, 0.98))
+    for step in range(STEPS):
+        part = min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = part * rate
+        view = views[int(torch.randint(len(views), (1,), generator=random))]
+        rows = torch.randperm(len(view.seen), generator=random)[:QUERIES]
+        view = View(view.query[:, rows], view.key, view.seen[rows])
+        adam.zero_grad()
+        divergence(view, encode, bias, decode, scale).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    return {"encode": encode.detach(), "bias": bias.detach(), "decode": decode.detach()}
 
 
-def regress(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """The matrix that takes x [N, a] to y [N, b] with least weighted squared error."""
-    weighted = x * weights[:, None]
-    return torch.linalg.solve(x.T @ weighted + RIDGE * torch.eye(x.shape[1]), weighted.T @ y)
+def divergence(view: View, encode: Tensor, bias: Tensor, decode: Tensor, scale: float) -> Tensor:
+    """Cross entropy of the attention by bits against that by q.k, the mean over all queries: their divergence but for
+    a constant."""
+    projected = view.key @ encode + bias
+    soft = torch.tanh(projected)
+    signs = soft + (torch.where(projected > 0, 1.0, -1.0) - soft).detach()
+    weights = torch.einsum("hsgd,hdb->hsgb", view.query, decode) * scale
+    scores = view.hide(torch.einsum("hsgb,hnb->hsgn", weights, signs))
+    wanted = view.attention(scale)
+    met = (wanted * scores.masked_fill(scores.isinf(), 0.0)).sum(-1)
+    return (scores.logsumexp(-1) - met).mean()
+
+
+def begin(views: Sequence[View], bits: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """encode, bias and decode to begin with: random mixtures of the skewed coordinates (see partial_keys), more of
+    those that matter more, and what these bits tell of the key by least squares."""
+    query = torch.cat([view.query.flatten(1, 2) for view in views], dim=1)
+    keys = torch.cat([view.key for view in views], dim=1)
+    encodes, biases, decodes = [], [], []
+    for queries, key in zip(query, keys, strict=True):
+        _, backward, mean, spread = skew(queries, key)
+        size = max(bits, len(spread))
+        mixture = torch.linalg.qr(torch.randn(size, size, generator=random)).Q[: len(spread), :bits]
+        mixture = torch.nn.functional.normalize(mixture * spread.sqrt()[:, None], dim=0)
+        encode = backward / spread @ mixture
+        bias = -(mean @ encode)[None]
+        signs = torch.where(key @ encode + bias > 0, 1.0, -1.0)
+        told = signs.T @ signs / len(key) + RIDGE * torch.eye(bits)
+        decode = torch.linalg.solve(told, signs.T @ (key - mean) / len(key)).T
+        for found, x in zip((encodes, biases, decodes), (encode, bias, decode), strict=True):
+            found.append(x)
+    return torch.stack(encodes), torch.stack(biases), torch.stack(decodes)

@@ -1,6 +1,6 @@
 """Calibration of infinigen: a skewed basis for each KV head, and 16 values for each part of a key in it.
 
-Legend: N keys, S queries (of all heads of a group), D head size, J nibbles of a code, one for each part.
+Legend: Hkv KV heads, N keys, S queries (of all heads of a group), D head size, J nibbles of a code, one for each part.
 
 The skew. With q = Cq^(1/2) a and k = Ck^(1/2) b, where a and b are white, q.k = a' Cq^(1/2) Ck^(1/2) b; the SVD of the
 matrix in between gives coordinates that contribute to q.k independently, in falling order. InfiniGen's SVD is that of
@@ -9,28 +9,42 @@ query alike, so keys are first moved to their mean.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from narrows.profile.measuring.samples import View
+
 NIBBLES = 12
 VALUES = 16  # of a nibble
 LARGEST_PART = 16  # coordinates
+MOST_KEYS = 6144  # that k-means looks at
 ROUNDS = 12  # of k-means
 RIDGE = 1e-4
 
 
-def fit_partial_keys(query: Tensor, key: Tensor, attention: Tensor, nibbles: int = NIBBLES) -> dict[str, Tensor]:
-    """encode [D, J * 16], bias [1, J * 16] and decode [D, J * 16] of one KV head, all float32.
+def fit_partial_keys(views: Sequence[View], scale: float, nibbles: int = NIBBLES) -> dict[str, Tensor]:
+    """encode [Hkv, D, J * 16], bias [Hkv, 1, J * 16] and decode [Hkv, D, J * 16].
 
     A key's code has in each part the value with the largest `key @ encode + bias`; `query @ decode` is what each value
-    adds to q.k. query [S, D] and key [N, D] are float32; attention [N] is what the keys got, larger is more.
+    adds to q.k.
     """
+    query = torch.cat([view.query.flatten(1, 2) for view in views], dim=1)
+    key = torch.cat([view.key for view in views], dim=1)
+    attention = torch.cat([view.attention(scale).sum((1, 2)) for view in views], dim=1)
+    heads = [_fit_head(*head, nibbles) for head in zip(query, key, attention, strict=True)]
+    return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
+
+
+def _fit_head(query: Tensor, key: Tensor, attention: Tensor, nibbles: int) -> dict[str, Tensor]:
+    """query [S, D], key [N, D], and what attention [N] the keys got of all queries."""
     forward, backward, mean, spread = skew(query, key)
-    coordinates = (key - mean) @ backward
+    step = -(-len(key) // MOST_KEYS)
+    coordinates = (key[::step] - mean) @ backward
     # Between all keys alike and only those attended to: the rest must still be told apart from them.
-    weights = (attention / attention.mean() + 1e-3).clamp(max=50.0).sqrt()
+    weights = (attention[::step] / attention.mean() + 1e-3).clamp(max=50.0).sqrt()
     dims = len(spread)
     encode, decode = torch.zeros(2, dims, nibbles, VALUES)
     bias = torch.zeros(nibbles, VALUES)
@@ -43,8 +57,11 @@ def fit_partial_keys(query: Tensor, key: Tensor, attention: Tensor, nibbles: int
 
 
 def skew(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """forward [D, D], backward [D, D], mean [D], spread [D] such that q.(k - mean) = (q @ forward).((k - mean) @ backward),
-    with coordinates of the right factor uncorrelated, and the i-th product's root mean square spread[i], falling."""
+    """forward [D, D], backward [D, D], mean [D] and spread [D] for which
+
+        query . (key - mean) = (query @ forward) . ((key - mean) @ backward)
+
+    The i-th coordinate on the right has variance spread[i]^2, falling, on the left 1; each side's are uncorrelated."""
     mean = key.mean(0)
     root_q, inverse_q = roots(query)
     root_k, inverse_k = roots(key - mean)

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from narrows.attention.base import PagedAttention
 from narrows.kernels.base import Kernels, PagedBatch
+from narrows.kernels.reference import rotate
+from narrows.kv.layout import pages_for
 from narrows.models.layers.decoder import Model
+from narrows.profile.measuring.steps import prefill_step
 
+SKIPPED = 4  # first keys of a prompt, attention sinks: unlike all others, they would bend what is fitted
 PAGE = 16
 SHORTEST = 64  # tokens; below, a prompt says nothing about selection
 
@@ -90,22 +94,10 @@ def collect(
 
 
 def _run(model: Model, tokens: Sequence[int], positions: Tensor, attention: PagedAttention) -> None:
-    """One prompt in one step; its page p is the pool's page p, and all layers share one pool."""
-    length = len(tokens)
-    pages = -(-length // PAGE)
-    at = torch.arange(length, dtype=torch.int32)
-    batch = PagedBatch(
-        query_start=torch.tensor([0, length], dtype=torch.int32),
-        context_len=torch.tensor([length], dtype=torch.int32),
-        page_table=torch.arange(pages, dtype=torch.int32)[None],
-        slots=at,
-        positions=at,
-        page_size=PAGE,
-        max_query=length,
-        max_context=length,
-        is_decode=False,
-    )
-    entries = torch.empty(length, model.spec.num_kv_heads, model.spec.entry_dim, dtype=model.dtype)
+    """One prompt in one step; all layers share one pool, since the recorder keeps what it needs of each."""
+    batch = prefill_step([(0, len(tokens))], PAGE)
+    pages = pages_for(len(tokens), PAGE)
+    entries = torch.empty(pages * PAGE, model.spec.num_kv_heads, model.spec.entry_dim, dtype=model.dtype)
     model.forward(
         torch.tensor(tokens, dtype=torch.int32),
         [entries] * model.spec.num_layers,
@@ -113,3 +105,52 @@ def _run(model: Model, tokens: Sequence[int], positions: Tensor, attention: Page
         attention,
         logit_rows=positions,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one layer computes in one prompt that begins at some position of the context; heads first, float32.
+
+    Query row s sees the first `seen[s]` keys, its own included. The prompt's first SKIPPED keys are left out.
+    """
+
+    query: Tensor  # [Hkv, S, G, D]
+    key: Tensor  # [Hkv, N, D]
+    seen: Tensor  # [S] int64
+
+    def attention(self, scale: float) -> Tensor:
+        """Softmax weights [Hkv, S, G, N]."""
+        return self.scores(self.key, scale).softmax(-1)
+
+    def scores(self, key: Tensor, scale: float) -> Tensor:
+        """q.k [Hkv, S, G, N], -inf where a query does not see a key."""
+        return self.hide(torch.einsum("hsgd,hnd->hsgn", self.query, key) * scale)
+
+    def hide(self, scores: Tensor) -> Tensor:
+        unseen = torch.arange(scores.shape[3]) >= self.seen[:, None]
+        return scores.masked_fill(unseen[:, None], float("-inf"))
+
+
+def views(samples: Sequence[Sample], layer: int, rope: tuple[Tensor, Tensor], count: int) -> list[View]:
+    """Each sample as it is and `count - 1` times at later positions, spread over those that the rope tables have.
+
+    Scores depend on distances alone, so a prompt further along the context has the same queries and keys, rotated: what
+    is fitted to them also fits long prompts, at the price of short ones.
+    """
+    cos, sin = rope
+    found = []
+    for i, sample in enumerate(samples):
+        part = sample.layers[layer]
+        room = max(0, len(cos) - len(part.key))
+        for n in range(count):
+            # Samples take turns, so that together they are spread evenly; the first begins at 0.
+            at = room * (n * len(samples) + i) // max(1, count * len(samples) - 1)
+            query, key = (rotate(x.float(), cos[at], sin[at]) for x in (part.query, part.key[SKIPPED:]))
+            found.append(
+                View(
+                    query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).contiguous(),
+                    key.transpose(0, 1).contiguous(),
+                    sample.positions + 1 - SKIPPED,
+                )
+            )
+    return found
