@@ -386,7 +386,7 @@ def profile_importance(
     **given: Any,
 ) -> None:
     """Measure how often decode selects each part of a prompt, layer by layer."""
-    from narrows.profiles import profile_importance as run_profile
+    from narrows.profile_commands import profile_importance as run_profile
 
     run_profile(build(given, None)[0], texts, groups, blocks, prompts, out, json_file)
 
@@ -397,7 +397,7 @@ def profile_importance(
 @some_options(*MODEL_OPTIONS)
 def profile_timing(out: Path | None, json_file: Path | None, **given: Any) -> None:
     """Measure how long prefill computes on this machine."""
-    from narrows.profiles import profile_timing as run_profile
+    from narrows.profile_commands import profile_timing as run_profile
 
     run_profile(build(given, None)[0], out, json_file)
 
@@ -409,7 +409,7 @@ def profile_timing(out: Path | None, json_file: Path | None, **given: Any) -> No
 @some_options(*MODEL_OPTIONS)
 def profile_hash(texts: tuple[Path, ...], out: Path | None, **given: Any) -> None:
     """Make what a selector learns of a model: hash weights (hata), partial keys (infinigen), bounds (quest)."""
-    from narrows.profiles import profile_hash as run_profile
+    from narrows.profile_commands import profile_hash as run_profile
 
     run_profile(build(given, None)[0], texts, out)
 
@@ -419,6 +419,6 @@ def profile_hash(texts: tuple[Path, ...], out: Path | None, **given: Any) -> Non
 @click.option("--png", type=click.Path(path_type=Path), callback=_writable, help="Draw importance as a heat map here.")
 def profile_show(file: Path, png: Path | None) -> None:
     """Print what a profile says."""
-    from narrows.profiles import profile_show as run_profile
+    from narrows.profile_commands import profile_show as run_profile
 
     run_profile(file, png)

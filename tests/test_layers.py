@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "config": ("kv.layout",),
 }
 # What starts, checks and shows the rest may import anything.
-TOP = ("cli", "__main__", "launch", "llm", "profiles", "bench", "testing", "demo", "")
+TOP = ("cli", "__main__", "launch", "llm", "profiles", "profile_commands", "bench", "testing", "demo", "")
 
 WITHOUT_TORCH = (
     *(*DECIDING, "errors", "cache", "sim", "runtime.client", "runtime.stopping", "server", "config"),

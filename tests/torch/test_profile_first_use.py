@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from narrows import profiles
@@ -86,7 +87,7 @@ def test_other_settings_are_other_files(config: EngineConfig) -> None:
 
 def test_a_profile_that_is_named_is_used_or_refused(config: EngineConfig, tmp_path: Path) -> None:
     own = tmp_path / "own.safetensors"
-    group = Group.from_counts(profiles.np.ones((4, 64), dtype=int), 1)
+    group = Group.from_counts(np.ones((4, 64), dtype=int), 1)
     ImportanceProfile(folder_fingerprint(Path(config.model)), "any", VERSION, (group,)).save(own)
     assert files_of(replace(config, importance=str(own))).importance == str(own)
     ImportanceProfile("another", "any", VERSION, (group,)).save(own)
