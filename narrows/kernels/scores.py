@@ -121,7 +121,7 @@ class PlainScores:
         grouped = tables.view(requests, num_kv_heads, -1, nibbles, 16)
         slots = locate(batch)
         row, within = slots // layout.tokens_per_row, slots % layout.tokens_per_row // layout.tokens_per_code
-        code = metadata.unflatten(2, (-1, nibbles // 2)).transpose(1, 2)[row, within].long()  # [R, n, Hkv, B]
+        code = torch.unflatten(metadata, 2, (-1, nibbles // 2)).transpose(1, 2)[row, within].long()  # [R, n, Hkv, B]
         scores = torch.zeros(*grouped.shape[:3], batch.max_context)
         for nibble in range(nibbles):
             value = code[..., nibble // 2] >> nibble % 2 * 4 & 15  # [R, n, Hkv]

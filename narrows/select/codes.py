@@ -4,6 +4,7 @@ adds up what each contributes to q.k. The common half of infinigen, hata and que
 Legend: T tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, J nibbles of a code (even).
 """
 
+import torch
 from torch import Tensor
 
 from narrows.kernels.base import Kernels, PagedBatch
@@ -56,7 +57,7 @@ class CodeSelector:
     def select(
         self, layer: int, query: Tensor, metadata: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> KVIndex:
-        grouped = query.float().unflatten(1, (metadata.shape[1], -1)) * scale
+        grouped = torch.unflatten(query.float(), 1, (metadata.shape[1], -1)) * scale
         num = budget(batch, self.ratio, window)
         scores, close = self._scores.codes(
             self.tables(layer, grouped).reshape(*query.shape[:2], -1, 16),
@@ -69,6 +70,6 @@ class CodeSelector:
         )
         if self.alpha is not None and self.ratio < 1.0:
             # Means over the queries of each KV head; the neediest of them speaks for the layer.
-            close = close.unflatten(1, (metadata.shape[1], -1)).double().mean(2).amax(1)
+            close = torch.unflatten(close, 1, (metadata.shape[1], -1)).double().mean(2).amax(1)
             num = num.minimum(1 + SINKS + close.ceil().int())
         return choose(self._kernels, scores, num)

@@ -23,7 +23,7 @@ class HataSelector(CodeSelector):
         size = (shape.head_dim, None)
         arrays, content = read(calibration, self.name, shape, {"encode": size, "bias": (1, None), "decode": size})
         self._encode, self._bias, weights = arrays.values()  # [L, Hkv, D or 1, bits]
-        self._decode = (weights.unflatten(3, (-1, 4)) @ SIGNS).flatten(3)  # [L, Hkv, D, J * 16]
+        self._decode: Tensor = (torch.unflatten(weights, 3, (-1, 4)) @ SIGNS).flatten(3)  # [L, Hkv, D, J * 16]
         super().__init__(kernels, ratio, self._encode.shape[3] // 4, content)
 
     def tables(self, layer: int, query: Tensor) -> Tensor:
@@ -33,5 +33,5 @@ class HataSelector(CodeSelector):
         at = slots.long()
         key = entries[at, :, : entries.shape[2] // 2].float().transpose(0, 1)  # [Hkv, T, D]
         bits = (key @ self._encode[layer] + self._bias[layer] > 0).long()
-        nibbles = (bits.unflatten(2, (-1, 4)) << torch.arange(4)).sum(3)
+        nibbles = (torch.unflatten(bits, 2, (-1, 4)) << torch.arange(4)).sum(3)
         metadata[at] = pack_nibbles(nibbles).transpose(0, 1)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from narrows.kernels.base import Kernels
@@ -31,5 +32,5 @@ class InfinigenSelector(CodeSelector):
         key = entries[at, :, : entries.shape[2] // 2].float().transpose(0, 1)  # [Hkv, T, D]
         # The nearest value c of a part y: least |y - c|^2, so most y.c - |c|^2 / 2, which is linear in the key.
         near = key @ self._encode[layer] + self._bias[layer]
-        nibbles = near.unflatten(2, (-1, 16)).argmax(3)
+        nibbles = torch.unflatten(near, 2, (-1, 16)).argmax(3)
         metadata[at] = pack_nibbles(nibbles).transpose(0, 1)

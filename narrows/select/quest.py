@@ -52,7 +52,7 @@ class QuestSelector(CodeSelector):
         key = entries[at, :, : entries.shape[2] // 2, None].float()  # [T, Hkv, D, 1]
         spans, which = torch.unique(at // self._span, return_inverse=True)
         page, within = spans // self._spans_per_page, spans % self._spans_per_page
-        codes = metadata.unflatten(2, (self._spans_per_page, -1)).transpose(1, 2)  # [pages, spans, Hkv, B]
+        codes = torch.unflatten(metadata, 2, (self._spans_per_page, -1)).transpose(1, 2)  # [pages, spans, Hkv, B]
         old = unpack_nibbles(codes[page, within]).long()  # [spans, Hkv, D]
         fresh = torch.zeros(len(spans), dtype=torch.bool).index_fill_(0, which[at % self._span == 0], True)
         old = torch.where(fresh[:, None, None], LEVELS - 1, old)  # the empty span: lowest of all, and highest of none

@@ -265,10 +265,14 @@ static void score_chunk(const scores_call *c, long row, score_row r, long chunk,
         vf peaks = vf_load(x), sum = vf_all(0.f);
         for (long i = VL; i < padded; i += VL) peaks = vf_max(peaks, vf_load(x + i));
         const float peak = vf_reduce_max(peaks);
-        for (long i = 0; i < padded; i += VL) {
-            const vf w = vf_exp2((vf_load(x + i) - vf_all(peak)) * LOG2E);
-            vf_store(x + i, w);
-            sum += w;
+        for (long i = 0; i < padded; i += BLOCK) {
+            vf w[BLOCK / VL];
+            UNROLL for (int v = 0; v < BLOCK / VL; v++) w[v] = vf_load(x + i + v * VL) - vf_all(peak);
+            vf_exp2_below(w, BLOCK / VL, vf_all(LOG2E), vf_all(-125.5f / LOG2E));
+            UNROLL for (int v = 0; v < BLOCK / VL; v++) {
+                vf_store(x + i + v * VL, w[v]);
+                sum += w[v];
+            }
         }
         float total = vf_reduce_add(sum);
         for (long i = count; i < padded; i++) total -= x[i];

@@ -14,10 +14,10 @@ from narrows.select.quest import LEVELS, SPAN
 RARE = 0.01  # part of all bounds that may lie beyond the outermost value, on either side
 
 
-def fit_bounds(views: Sequence[View], scale: float) -> dict[str, Tensor]:
+def fit_bounds(views: Sequence[View], scale: float) -> dict[str, Tensor]:  # noqa: ARG001  (as all fits)
     """low and high [Hkv, D, LEVELS], ascending and evenly spaced."""
     runs = torch.cat([view.key[:, : view.key.shape[1] // SPAN * SPAN] for view in views], dim=1)
-    runs = runs.unflatten(1, (-1, SPAN))  # [Hkv, runs, SPAN, D]
+    runs = torch.unflatten(runs, 1, (-1, SPAN))  # [Hkv, runs, SPAN, D]
     return {"low": levels(runs.amin(2)), "high": levels(runs.amax(2))}
 
 

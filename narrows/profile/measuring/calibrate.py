@@ -21,8 +21,8 @@ from narrows.profile.measuring.samples import SHORTEST, View, collect, views
 from narrows.select.calibration import save
 from narrows.select.registry import NEEDS_CALIBRATION
 
-LONGEST = 2048  # tokens of a prompt that are used
-MOST = 4096  # of all prompts together
+LONGEST = 1024  # tokens of a prompt that are used
+MOST = 2048  # of all prompts together
 NUM_ROWS = 128  # queries of a prompt
 NUM_VIEWS = 3  # of each prompt, at other positions of the context
 FARTHEST = 32768  # positions that calibration covers, where the model has more
@@ -36,7 +36,7 @@ def calibrate(
     model: str | Path,
     prompts: Sequence[Sequence[int]],
     out: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, of: None,  # noqa: ARG005
     *,
     kernels: Kernels | None = None,
 ) -> None:
@@ -57,10 +57,9 @@ def calibrate(
     total = (len(used) + 1) * spec.num_layers
 
     def tell(done: int, _of: int = 0) -> None:
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
-    samples = collect(loaded, kernels, used, num_rows=NUM_ROWS, progress=tell)
+    samples = collect(loaded, kernels, used, num_rows=NUM_ROWS, foresight=False, progress=tell)
     rope = rope_tables(spec.rope, spec.head_dim, min(spec.max_positions, FARTHEST))
     layers = []
     with one_thread():

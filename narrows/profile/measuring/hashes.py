@@ -15,7 +15,7 @@ from torch import Tensor
 from narrows.profile.measuring.partial_keys import skew
 from narrows.profile.measuring.samples import View
 
-BITS = 64
+BITS = 64  # and no more than 2 for each element of a key
 STEPS = 60
 WARM_UP = 5
 QUERIES = 32  # of a step
@@ -30,6 +30,7 @@ def fit_hash(views: Sequence[View], scale: float, bits: int = BITS) -> dict[str,
     A key's bits are `key @ encode + bias > 0`; `query @ decode` is what each bit adds to q.k where it is set, and
     takes away where it is not.
     """
+    bits = min(bits, 2 * views[0].key.shape[2])
     random = torch.Generator().manual_seed(0)
     trained = [x.requires_grad_() for x in begin(views, bits, random)]
     encode, bias, decode = trained
@@ -66,7 +67,7 @@ def begin(views: Sequence[View], bits: int, random: torch.Generator) -> tuple[Te
     those that matter more, and what these bits tell of the key by least squares."""
     query = torch.cat([view.query.flatten(1, 2) for view in views], dim=1)
     keys = torch.cat([view.key for view in views], dim=1)
-    encodes, biases, decodes = [], [], []
+    heads = []
     for queries, key in zip(query, keys, strict=True):
         _, backward, mean, spread = skew(queries, key)
         size = max(bits, len(spread))
@@ -77,6 +78,6 @@ def begin(views: Sequence[View], bits: int, random: torch.Generator) -> tuple[Te
         signs = torch.where(key @ encode + bias > 0, 1.0, -1.0)
         told = signs.T @ signs / len(key) + RIDGE * torch.eye(bits)
         decode = torch.linalg.solve(told, signs.T @ (key - mean) / len(key)).T
-        for found, x in zip((encodes, biases, decodes), (encode, bias, decode), strict=True):
-            found.append(x)
-    return torch.stack(encodes), torch.stack(biases), torch.stack(decodes)
+        heads.append((encode, bias, decode))
+    encodes, biases, decodes = map(torch.stack, zip(*heads, strict=True))
+    return encodes, biases, decodes

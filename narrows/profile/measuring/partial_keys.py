@@ -91,7 +91,7 @@ def parts(spread: Tensor, count: int) -> list[tuple[int, int]]:
         dims = end - first
         mean = math.exp((logs[end] - logs[first]) / dims)
         overhead = {1: 2.4, 2: 1.9}.get(dims, 1.5 if dims <= 6 else 1.3)  # of few dims and values over the bound
-        return min(rest[first] - rest[end], overhead * dims * mean * 2.0 ** (-8 / dims))
+        return float(min(rest[first] - rest[end], overhead * dims * mean * 2.0 ** (-8 / dims)))
 
     losses = {(i, j): loss(i, j) for i in range(size) for j in range(i + 1, min(size, i + LARGEST_PART) + 1)}
     best, cuts = rest, list[dict[int, int]]()

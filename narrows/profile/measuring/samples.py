@@ -5,6 +5,7 @@ Legend: T tokens of a prompt, S sampled rows, Hq query heads, Hkv KV heads, D he
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class LayerSample:
     """What one layer computes in one prompt. All after RoPE, in the model's dtype."""
 
     query: Tensor  # [S, Hq, D]
-    foreseen: Tensor  # [S, Hq, D] from the input of the layer before; the query itself in layer 0
+    foreseen: Tensor  # [S, Hq, D] from the input of the layer before; the query itself in layer 0, or without foresight
     key: Tensor  # [T, Hkv, D]
 
 
@@ -41,10 +42,9 @@ class Sample:
 class _Recorder(PagedAttention):
     """Dense attention that remembers the queries at some positions of a single prompt, and all its keys."""
 
-    looks_ahead = True
-
-    def __init__(self, kernels: Kernels, positions: Tensor, progress: Callable[[int], None]) -> None:
+    def __init__(self, kernels: Kernels, positions: Tensor, foresight: bool, progress: Callable[[int], object]) -> None:
         super().__init__(kernels)
+        self.looks_ahead = foresight
         self._positions = positions
         self._foreseen: dict[int, Tensor] = {}
         self._progress = progress
@@ -73,11 +73,13 @@ def collect(
     prompts: Sequence[Sequence[int]],
     *,
     num_rows: int,
-    progress: Callable[[int, int], None] | None = None,
+    foresight: bool = True,
+    progress: Callable[[int, int], object] = lambda done, of: None,  # noqa: ARG005
 ) -> list[Sample]:
     """Run each prompt through the model and keep its keys and `num_rows` of its queries, spread over its second half.
 
-    Later queries see more and are what decoding asks. Prompts are cut at the model's positions; those shorter than
+    Later queries see more and are what decoding asks. `foresight` costs a projection more in each layer.
+    Prompts are cut at the model's positions; those shorter than
     SHORTEST are left out. `progress` hears (done, of all), in layers.
     """
     kept = [list(prompt[: model.max_positions]) for prompt in prompts if len(prompt) >= SHORTEST]
@@ -87,10 +89,14 @@ def collect(
         first = len(tokens) // 2
         positions = torch.linspace(first, len(tokens) - 1, min(num_rows, len(tokens) - first)).round().long()
         done = len(samples) * model.spec.num_layers
-        recorder = _Recorder(kernels, positions, lambda n, done=done: progress(done + n, total) if progress else None)
+        recorder = _Recorder(kernels, positions, foresight, partial(_tell, progress, done, total))
         _run(model, tokens, positions, recorder)
         samples.append(Sample(positions, tuple(recorder.layers)))
     return samples
+
+
+def _tell(progress: Callable[[int, int], object], before: int, total: int, layers: int) -> None:
+    progress(before + layers, total)
 
 
 def _run(model: Model, tokens: Sequence[int], positions: Tensor, attention: PagedAttention) -> None:
@@ -148,7 +154,7 @@ def views(samples: Sequence[Sample], layer: int, rope: tuple[Tensor, Tensor], co
             query, key = (rotate(x.float(), cos[at], sin[at]) for x in (part.query, part.key[SKIPPED:]))
             found.append(
                 View(
-                    query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).contiguous(),
+                    torch.unflatten(query, 1, (key.shape[1], -1)).transpose(0, 1).contiguous(),
                     key.transpose(0, 1).contiguous(),
                     sample.positions + 1 - SKIPPED,
                 )
