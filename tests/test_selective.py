@@ -1,6 +1,7 @@
 """Selective hand-over changes when KV crosses, and nothing else: the tokens are those of the same selector with all KV
 there, whatever the scheme, the transport, the order of events and what goes wrong on the way."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -257,4 +258,38 @@ def test_damaged_and_missing_answers_are_never_answered_from(
                 assert cluster.ending(request.id) is FinishReason.LENGTH and len(tokens) == len(want)
             # What is computed again goes on from a prompt that prefill read whole: equal up to the selection.
             assert request.id in again or tokens == want
+        assert_nothing_is_held(cluster)
+
+
+def test_who_has_all_its_kv_does_not_wait_for_who_has_not(folder: Path, loaded: Loaded, local: Any) -> None:
+    """A request with all its KV goes on while another, on a link that hardly moves, waits for a single step."""
+    some = handing(selective("selective"), looks_ahead=True, head_dim=loaded[0].spec.head_dim)
+    rate = [1000]
+    with MemoryCluster(CONFIG, folder, loaded=loaded, handing=some, frames=lambda: rate[0]) as cluster:
+        first, second = requests(90, 120)
+        first = replace(first, params=replace(first.params, max_tokens=40))
+        cluster.submit(first)
+        while not any(e.kind is EventKind.DELIVERED for e in cluster.events):
+            cluster.turn()
+        cluster.submit(second)
+        while not any(e.kind is EventKind.HANDOVER_DONE and e.request == "r1" for e in cluster.events):
+            cluster.turn()
+        rate[0] = 0
+        before = len(cluster.tokens("r0"))
+        turned = iter(range(60))
+        original = cluster.between
+
+        def between(waiting: InstanceId) -> None:
+            if next(turned, None) is None:
+                rate[0] = 10
+            time.sleep(0.005 if not rate[0] else 0.0)  # others' steps take at most as long as is waited
+            original(waiting)
+
+        cluster.between = between  # type: ignore[method-assign]
+        cluster.turn()
+        cluster.deliver()
+        assert len(cluster.tokens("r0")) - before > 5, "one step of the other, several of its own"
+        cluster.run()
+        assert cluster.tokens("r1") == local(CONFIG, (90, 120), looks_ahead=True)[1]
+        assert cluster.tokens("r0")[:12] == local(CONFIG, (90, 120), looks_ahead=True)[0]
         assert_nothing_is_held(cluster)

@@ -94,26 +94,30 @@ def build_instance(
                 transport,
                 layout.num_kv_heads,
                 clock,
-                lambda timeout_s: instance.wait(timeout_s),
+                lambda timeout_s: decode.wait(timeout_s),
                 patience_s=handing.patience_s,
                 tracer=tracer,
             )
-            selective = SelectiveAttention(
-                attention.kernels,
-                handing.selector,
-                pool.layers,
-                mask.states,
-                metadata.layers,
-                fetcher,
-                staged=handing.staged,
-                tracer=tracer,
+            lacking, local = (
+                SelectiveAttention(
+                    attention.kernels,
+                    handing.selector,
+                    pool.layers,
+                    mask.states,
+                    metadata.layers,
+                    fetcher,
+                    staged=handing.staged,
+                    tracer=tracer,
+                )
+                for _ in range(2)
             )
-            selection = Selection(selective, fetcher, metadata.region)
-        phase = DecodePhase(
+            runner = Runner(model, pool, lacking, layout.page_size, is_decode=True, tracer=tracer)
+            selection = Selection(lacking, runner, local, fetcher, metadata.region)
+        phase = decode = DecodePhase(
             Runner(
                 model,
                 pool,
-                attention if selection is None else selection.attention,
+                attention if selection is None else selection.local,
                 layout.page_size,
                 is_decode=True,
                 tracer=tracer,
@@ -125,6 +129,7 @@ def build_instance(
             ending,
             selection=selection,
             name=name,
+            clock=clock,
             max_num_seqs=config.max_num_seqs,
         )
     info = InstanceInfo(

@@ -8,7 +8,7 @@ A full hand-over has brought all KV. Behind a selective one the mask says what i
 selection lacks (attention.selective); the seat is `complete` when the mask says so, and needs its prefill no more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,8 @@ from narrows.transfer.fetcher import Fetcher, Origin
 
 Key = tuple[str, int]
 
+LOCAL_PAUSE_S = 0.01  # the longest wait for KV before the others' turn is looked at again
+
 
 @dataclass(slots=True)
 class Seat:
@@ -63,7 +65,9 @@ class Seat:
 class Selection:
     """What a decode instance needs to read selected KV only."""
 
-    attention: SelectiveAttention
+    attention: SelectiveAttention  # of requests that lack KV
+    runner: Runner  # of their steps
+    local: SelectiveAttention  # of those that do not
     fetcher: Fetcher
     metadata: Region | None
 
@@ -90,6 +94,7 @@ class DecodePhase:
         *,
         selection: Selection | None,  # None: every step reads all KV
         name: InstanceId,
+        clock: Callable[[], float],
         max_num_seqs: int,
     ) -> None:
         self.report = Report()
@@ -106,6 +111,10 @@ class DecodePhase:
         self._reserved: dict[Key, Seat] = {}
         self._running: dict[Key, Seat] = {}  # in order of their start
         self._held: dict[Key, Seat] = {}  # ended, but prefill may still write to their pages
+        self._clock = clock
+        # of the step that is going on
+        self._lacking: Set[Key] = set()
+        self._waited_s = self._local_s = 0.0
 
     # ---- messages and events
 
@@ -205,37 +214,66 @@ class DecodePhase:
     # ---- computing
 
     def step(self) -> bool:
-        if not self._running:
-            return False
-        plan = [(key, seat, self._rows(seat)) for key, seat in self._running.items()]
-        self._begin([seat for _, seat, _ in plan])
-        logits = self._runner.run([rows for _, _, rows in plan])
-        self._apply([(key, seat) for key, seat, _ in plan], logits)
-        return True
+        """One token for each running request. Those that lack KV step together, and while they wait for it the others
+        take steps of their own: a slow link is no reason for everybody to wait."""
+        for seat in self._running.values():
+            seat.complete = seat.complete or self._is_complete(seat)
+        self._lacking = {key for key, seat in self._running.items() if not seat.complete}
+        self._waited_s = self._local_s = 0.0
+        if self._lacking:
+            assert self._selection is not None
+            self._step(self._lacking, self._selection.runner, self._selection.attention)
+        if not self._local_s:
+            self._step_local()
+        return bool(self._lacking) or self._local_s > 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        """In the middle of a step, while KV is on its way: others' steps take at most as long as is waited anyway."""
+        local = self._running.keys() - self._lacking
+        if local and self._local_s <= self._waited_s:
+            self._step_local()
+            self.instance.intake()
+            return
+        began_s = self._clock()
+        self.instance.wait(min(timeout_s, LOCAL_PAUSE_S) if local else timeout_s)
+        self._waited_s += self._clock() - began_s
+
+    def _step_local(self) -> None:
+        """One token for those whose KV is all here."""
+        local = self._running.keys() - self._lacking
+        if local:
+            began_s = self._clock()
+            self._step(local, self._runner, None if self._selection is None else self._selection.local)
+            self._local_s += self._clock() - began_s
+
+    def _step(self, keys: Set[Key], runner: Runner, attention: SelectiveAttention | None) -> None:
+        plan = [(key, seat) for key, seat in self._running.items() if key in keys]
+        seats = [seat for _, seat in plan]
+        if attention is not None:
+            self._begin(seats, attention)
+        logits = runner.run([self._rows(seat) for seat in seats])
+        self._apply(plan, logits, attention)
 
     def _rows(self, seat: Seat) -> Rows:
         return Rows(seat.table, seat.request.num_tokens - 1, seat.request.output[-1:])
 
-    def _begin(self, seats: Sequence[Seat]) -> None:
+    def _begin(self, seats: Sequence[Seat], attention: SelectiveAttention) -> None:
         """Tell the attention which requests lack KV, and where it is."""
-        if self._selection is None:
-            return
-        for seat in seats:
-            seat.complete = seat.complete or self._is_complete(seat)
-        missing = [seat for seat in seats if not seat.complete]
-        self._selection.attention.begin(
-            [not seat.complete for seat in seats], parallel_lanes=all(seat.parallel_lanes for seat in missing)
+        lacking = [seat for seat in seats if not seat.complete]
+        attention.begin(
+            [not seat.complete for seat in seats], parallel_lanes=all(seat.parallel_lanes for seat in lacking)
         )
-        self._selection.fetcher.begin(
-            [None if seat.complete else seat.origin for seat in seats],
-            grants=any(seat.speculative != 0.0 for seat in missing),
-        )
+        if lacking:
+            assert self._selection is not None
+            self._selection.fetcher.begin(
+                [seat.origin for seat in seats], grants=any(seat.speculative != 0.0 for seat in seats)
+            )
 
-    def _apply(self, plan: Sequence[tuple[Key, Seat]], logits: Tensor) -> None:
+    def _apply(self, plan: Sequence[tuple[Key, Seat]], logits: Tensor, attention: SelectiveAttention | None) -> None:
         self._note_stored([seat for _, seat in plan])
         broken, read = set[int](), [(0, 0)] * len(plan)
-        if self._selection is not None:
-            broken, counts = self._selection.attention.broken, self._selection.attention.counts
+        if attention is not None:
+            broken, counts = attention.broken, attention.counts
             read = list(zip(counts.selected.tolist(), counts.fetched.tolist(), strict=True))
         good = [i for i in range(len(plan)) if i not in broken]
         for i in sorted(broken):
@@ -245,7 +283,7 @@ class DecodePhase:
             self._take(*plan[i], choice, *read[i])
         for key, seat in plan:
             while key in self._running and not self._cache.grow(seat.table, seat.request.num_tokens):
-                self._preempt_youngest()
+                self._preempt_youngest([key for key, _ in plan])  # others may be in the middle of a step
 
     def _take(self, key: Key, seat: Seat, choice: "Choice | str", selected: int, fetched: int) -> None:
         """A token of one request, or the error that ends it."""
@@ -264,8 +302,8 @@ class DecodePhase:
         slots = [seat.table.slot(seat.request.num_tokens - 1) for seat in seats]
         self._mask.states[:, torch.tensor(slots)] = MASK_LOCAL
 
-    def _preempt_youngest(self) -> None:
-        key = next(reversed(self._running))
+    def _preempt_youngest(self, among: Sequence[Key]) -> None:
+        key = next(key for key in reversed(among) if key in self._running)
         held = self._leave(key)
         self.report.failed.append(Failed(*key, error="no KV page was left", retry=True, held=held, preempted=True))
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from narrows.core.scheme import Scheme
 from narrows.errors import ConfigError
-from narrows.profile.importance import NUM_BLOCKS, ImportanceProfile, IntArray
+from narrows.profile.importance import NUM_BLOCKS, ImportanceProfile, IntArray, blocks_for
 from narrows.profile.orders import order_blocks
 from narrows.profile.timing import Timing, Work
 from narrows.transfer.parcel import Plan
@@ -55,7 +55,8 @@ class Planner:
             prefill_s = self._timing.prefill_s([Work(uncached, num_tokens)])
         # Only a random order differs between prompts of one length.
         seed = sum(key[0].encode()) if self.scheme.order == "random" else 0
-        return Plan(self.scheme, self._order(num_tokens, seed), self._num_blocks, prefill_s)
+        num_blocks = blocks_for(num_tokens, self._num_blocks)
+        return Plan(self.scheme, self._order(num_tokens, seed), num_blocks, prefill_s)
 
     def observe(self, batch: Sequence[tuple[int, int]], seconds: float) -> None:
         """A prefill step with these (uncached, context) prompts took so long."""
@@ -64,7 +65,7 @@ class Planner:
 
     def _make_order(self, num_tokens: int, seed: int) -> IntArray:
         scheme, profile = self.scheme, self.profile
-        num_blocks = min(self._num_blocks, num_tokens)
+        num_blocks = blocks_for(num_tokens, self._num_blocks)
         if scheme.full:
             return order_blocks("sequential", None, self._num_layers, num_blocks)
         importance = None
