@@ -20,6 +20,7 @@ class Scheme:
     fraction: float | None = None  # of all KV blocks to push before decode begins; None: equation 2
     parallel_lanes: bool = True  # fetch while local entries are gathered, and ahead of attention where that is known
     speculative: float | None = 0.1  # of all KV blocks, for each decode step; None: from the idle window; 0: off
+    num_blocks: int | None = None  # KV blocks of a layer (M), at most; None: 1,024
 
 
 SCHEMES = {
