@@ -36,12 +36,13 @@ IDEAL_FIGURES = ("ttft_s", "ttst_s", "second_token_s", "tbt_s")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be compared. `tt_over_tp` None is a link without a limit."""
+    """What is to be compared, on links by their Tt/Tp or, where `link_gbps` is given, by their rates."""
 
     schemes: tuple[Scheme, ...]
     selectors: tuple[str, ...] = ("infinigen",)
     tt_over_tp: tuple[float, ...] = (6.5,)
     batches: tuple[int, ...] = (1,)
+    link_gbps: tuple[float, ...] = ()
     oracles: tuple[str, ...] = (ORACLE.name,)  # names of schemes that are to know the future
 
     def __post_init__(self) -> None:
@@ -96,8 +97,9 @@ def _run_selector(config: EngineConfig, plan: Plan, workload: Workload) -> list[
             f"{config.select}: Tp {prefill_s:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}) for "
             f"{workload.prompt_tokens} tokens, {free.documents.prefix_tokens} cached; KV {free.kv_bytes / 1e6:.0f} MB"
         )
-        for ratio in plan.tt_over_tp:
-            link_gbps = free.kv_bytes * 8e-9 / (ratio * prefill_s)
+        one = free.kv_bytes * 8e-9 / prefill_s  # the rate at which Tt is Tp
+        links = [(one / rate, rate) for rate in plan.link_gbps] or [(ratio, one / ratio) for ratio in plan.tt_over_tp]
+        for ratio, link_gbps in links:
             say(f"{config.select}: Tt/Tp {ratio:g} is a link of {link_gbps:.3f} Gbit/s")
             with open_testbed(replace(config, link_gbps=link_gbps), workload, most) as bed:
                 bed.warm_up([s for s in plan.schemes if s.name not in plan.oracles] or [IDEAL])
