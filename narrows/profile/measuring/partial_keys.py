@@ -20,8 +20,8 @@ from narrows.profile.measuring.samples import View
 NIBBLES = 12
 VALUES = 16  # of a nibble
 LARGEST_PART = 16  # coordinates
-MOST_KEYS = 6144  # that k-means looks at
-ROUNDS = 12  # of k-means
+MOST_KEYS = 3072  # that k-means looks at
+ROUNDS = 8  # of k-means
 RIDGE = 1e-4
 
 
