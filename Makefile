@@ -7,13 +7,14 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo serve test check bench clean help
+.PHONY: setup demo serve test check bench bench-smartgen clean help
 
 help:
 	@echo "make demo   ask the bundled model about a long text, prefill and decode in separate processes"
 	@echo "make serve  leave an OpenAI-compatible server running (ARGS='--port 9000 ...')"
 	@echo "make test   lint, types and all tests that need no GPU"
-	@echo "make bench  speed against transformers, raw sockets and memcpy"
+	@echo "make bench  speed against transformers, raw sockets and memcpy; hand-over by scheme on a slow link"
+	@echo "make bench-smartgen  the figures of SmartGen's paper on this machine (hours; ARGS=--quick)"
 	@echo "make setup  only create $(VENV)"
 
 setup: $(VENV)/.runtime
@@ -59,6 +60,10 @@ bench: $(VENV)/.dev
 	@mkdir -p results
 	@$(BIN)/python -m narrows bench transport --json results/transport.json
 	@$(BIN)/python -m narrows bench engine --json results/engine.json
+	@$(BIN)/python -m narrows bench handover --json results/handover.json --png results/handover.png
+
+bench-smartgen: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks.smartgen --out results/smartgen $(ARGS)
 
 clean:
 	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

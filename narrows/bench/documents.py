@@ -34,9 +34,7 @@ class Documents:
     def __init__(
         self, encoder: Encoder, kind: str, *, prompt_tokens: int, prefix_tokens: int, documents: int, rounds: int
     ) -> None:
-        """Raises ConfigError when this machine has not enough text of the kind."""
-        if kind not in KINDS:
-            raise ConfigError(f"text: {kind!r} is not a kind of text; use one of {', '.join(KINDS)}")
+        """`kind` is one of KINDS. Raises ConfigError when this machine has not enough text of it."""
         kinds = MIXED if kind == "mixed" else (kind,)
         self.prompt_tokens, self.prefix_tokens = prompt_tokens, prefix_tokens
         beginning = encoder.encode("")[:1]  # what the tokenizer begins every prompt with, if anything

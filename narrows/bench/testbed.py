@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from narrows.bench.documents import Documents
+from narrows.bench.documents import KINDS, Documents
 from narrows.config import EngineConfig
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import RequestId
@@ -61,6 +61,8 @@ class Workload:
             raise ConfigError(f"output_tokens: {self.output_tokens} leave no gap to measure; use at least 4")
         if not 0.0 <= self.hit < 1.0:
             raise ConfigError(f"hit: {self.hit} is out of range; use 0 to below 1")
+        if self.text not in KINDS:
+            raise ConfigError(f"text: {self.text!r} is not a kind of text; use one of {', '.join(KINDS)}")
 
     def prefix_tokens(self, page_size: int) -> int:
         return int(self.hit * self.prompt_tokens) // page_size * page_size
