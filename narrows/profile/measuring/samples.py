@@ -42,9 +42,12 @@ class Sample:
 class _Recorder(PagedAttention):
     """Dense attention that remembers the queries at some positions of a single prompt, and all its keys."""
 
-    def __init__(self, kernels: Kernels, positions: Tensor, foresight: bool, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self, kernels: Kernels, positions: Tensor, num_tokens: int, foresight: bool, progress: Callable[[int], object]
+    ) -> None:
         super().__init__(kernels)
         self.looks_ahead = foresight
+        self._num_tokens = num_tokens
         self._positions = positions
         self._foreseen: dict[int, Tensor] = {}
         self._progress = progress
@@ -57,7 +60,7 @@ class _Recorder(PagedAttention):
         self, layer: int, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
         own = self._sampled(query, batch)
-        key = entries[..., : query.shape[2]].clone()
+        key = entries[: self._num_tokens, :, : query.shape[2]].clone()
         self.layers.append(LayerSample(own, self._foreseen.pop(layer, own), key))
         self._progress(len(self.layers))
         return super().attend(layer, query, entries, batch, scale=scale, window=window)
@@ -89,7 +92,7 @@ def collect(
         first = len(tokens) // 2
         positions = torch.linspace(first, len(tokens) - 1, min(num_rows, len(tokens) - first)).round().long()
         done = len(samples) * model.spec.num_layers
-        recorder = _Recorder(kernels, positions, foresight, partial(_tell, progress, done, total))
+        recorder = _Recorder(kernels, positions, len(tokens), foresight, partial(_tell, progress, done, total))
         _run(model, tokens, positions, recorder)
         samples.append(Sample(positions, tuple(recorder.layers)))
     return samples
