@@ -12,13 +12,15 @@ COLOURS = {
     "partial": "#E69F00",
     "selective": "#0072B2",
     "auto": "#56B4E9",
+    "profile": "#0072B2",
     "oracle": "#009E73",
+    "optimal": "#009E73",
     "random": "#CC79A7",
     "streaming": "#B59F00",
     "sequential": "#999999",
     "ideal": "#000000",
 }
-_MORE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_MORE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#B59F00")
 _COLUMNS = 2
 
 
@@ -58,15 +60,16 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
 
 
 def _fill(axes, panel: Panel) -> None:  # type: ignore[no-untyped-def]
-    for i, (name, (x, y)) in enumerate(panel.lines.items()):
+    colours = colours_of([*panel.lines, *panel.bars])
+    for name, (x, y) in panel.lines.items():
         style = {"linestyle": "--", "linewidth": 1.2} if name == "ideal" else {"linewidth": 1.8}
         marker = "o" if len(x) <= 8 else None
-        axes.plot(x, y, label=name, color=_colour(name, i), marker=marker, markersize=4, **style)
+        axes.plot(x, y, label=name, color=colours[name], marker=marker, markersize=4, **style)
     width = 0.8 / max(1, len(panel.bars))
     for i, (name, values) in enumerate(panel.bars.items()):
         at = [place + (i + 0.5) * width - 0.4 for place in range(len(values))]
         shown = [0.0 if value is None else value for value in values]
-        drawn = axes.bar(at, shown, width * 0.92, label=name, color=_colour(name, i))
+        drawn = axes.bar(at, shown, width * 0.92, label=name, color=colours[name])
         texts = ["-" if value is None else f"{value:.3g}" for value in values]
         axes.bar_label(drawn, texts, fontsize=7, padding=1)
     if panel.bars:
@@ -85,5 +88,9 @@ def _fill(axes, panel: Panel) -> None:  # type: ignore[no-untyped-def]
         axes.legend(fontsize=8, frameon=False)
 
 
-def _colour(name: str, number: int) -> str:
-    return COLOURS.get(name, _MORE[number % len(_MORE)])
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """Every name's colour: its own, else one that no other has, as long as there are some."""
+    chosen = {name: COLOURS[name] for name in names if name in COLOURS}
+    free = [colour for colour in _MORE if colour not in chosen.values()] or list(_MORE)
+    others = [name for name in names if name not in chosen]
+    return chosen | {name: free[i % len(free)] for i, name in enumerate(others)}

@@ -14,6 +14,7 @@ from narrows.bench import testbed
 from narrows.bench.documents import KINDS, Documents
 from narrows.bench.figures import Case, differing, judge, make_row
 from narrows.bench.handover import Plan, make_rows, plot, schemes_named, show
+from narrows.bench.plots import colours_of
 from narrows.bench.testbed import EventLog, Reading, Sample, Workload, fit, read
 from narrows.config import EngineConfig
 from narrows.core.events import Event, EventKind
@@ -321,6 +322,12 @@ def test_differing_tokens_are_named() -> None:
 
 
 # ---- for a person
+
+
+def test_names_of_a_panel_have_colours_apart() -> None:
+    for names in (["full", "random", "sequential", "profile", "optimal"], ["full", "KV reuse", "5 %", "10 %", "20 %"]):
+        assert len(set(colours_of(names).values())) == len(names)
+    assert colours_of(["full"])["full"] == colours_of(["5 %", "full"])["full"]
 
 
 def test_rows_can_be_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
