@@ -267,11 +267,12 @@ def test_who_has_all_its_kv_does_not_wait_for_who_has_not(folder: Path, loaded: 
     rate = [1000]
     with MemoryCluster(CONFIG, folder, loaded=loaded, handing=some, frames=lambda: rate[0]) as cluster:
         first, second = requests(90, 120)
-        first = replace(first, params=replace(first.params, max_tokens=40))
+        first = replace(first, params=replace(first.params, max_tokens=68))
         cluster.submit(first)
         while not any(e.kind is EventKind.DELIVERED for e in cluster.events):
             cluster.turn()
         cluster.submit(second)
+        rate[0] = 12
         while not any(e.kind is EventKind.HANDOVER_DONE and e.request == "r1" for e in cluster.events):
             cluster.turn()
         rate[0] = 0
