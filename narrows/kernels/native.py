@@ -318,9 +318,9 @@ def new_crew(library: ctypes.CDLL, num_threads: int) -> int:
 
 
 def declare(library: ctypes.CDLL, name: str, signature: str) -> "ctypes._NamedFuncPointer":
-    """The C function, one letter per argument: pointer, long, int, float. Where it returns nothing, nobody looks."""
+    """The C function, a letter per argument (pointer, long, int, float, double). Where none returns, nobody looks."""
     function = library[name]
-    types = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+    types = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float, "d": ctypes.c_double}
     function.argtypes = [types[letter] for letter in signature]  # type: ignore[misc]
     function.restype = ctypes.c_int
     return function

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from narrows.errors import ConfigError
-from narrows.select.budget import fingerprint
+from narrows.select.fingerprint import fingerprint
 from narrows.select.shape import SelectorShape
 
 VERSION = "1"

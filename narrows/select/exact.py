@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from narrows.kernels.base import Kernels, PagedBatch
-from narrows.kernels.scores import open_scores
+from narrows.kernels.scores import Budget, open_scores
 from narrows.select.base import KVIndex, MetadataLayout
-from narrows.select.budget import begin, budget, check_ratio, choose, fingerprint
+from narrows.select.fingerprint import check_ratio, fingerprint
 from narrows.select.shape import SelectorShape
 
 
@@ -32,5 +32,5 @@ class ExactSelector:
     def select(
         self, layer: int, query: Tensor, metadata: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> KVIndex:
-        scores = self._scores.keys(query, metadata, batch, begin(batch, window), scale=scale)
-        return choose(self._kernels, scores, budget(batch, self.ratio, window))
+        scores, num = self._scores.keys(query, metadata, batch, Budget(self.ratio, window), scale=scale)
+        return KVIndex(self._kernels.top_k(scores, num), num)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from narrows.kernels.base import Kernels
 from narrows.select.calibration import read
-from narrows.select.codes import CodeSelector, pack_nibbles
+from narrows.select.codes import CodeSelector
 from narrows.select.shape import SelectorShape
 
 # [4, 16]: the four bits of a nibble, the lowest first, as -1 and 1.
@@ -22,16 +22,9 @@ class HataSelector(CodeSelector):
     def __init__(self, shape: SelectorShape, ratio: float, kernels: Kernels, calibration: Path | None) -> None:
         size = (shape.head_dim, None)
         arrays, content = read(calibration, self.name, shape, {"encode": size, "bias": (1, None), "decode": size})
-        self._encode, self._bias, weights = arrays.values()  # [L, Hkv, D or 1, bits]
-        self._decode: Tensor = (torch.unflatten(weights, 3, (-1, 4)) @ SIGNS).flatten(3)  # [L, Hkv, D, J * 16]
-        super().__init__(kernels, ratio, self._encode.shape[3] // 4, content)
-
-    def tables(self, layer: int, query: Tensor) -> Tensor:
-        return query @ self._decode[layer]
+        decode = (torch.unflatten(arrays["decode"], 3, (-1, 4)) @ SIGNS).flatten(3)  # [L, Hkv, D, J * 16]
+        super().__init__(kernels, ratio, decode, content)
+        self._encode, self._bias = arrays["encode"].unbind(0), arrays["bias"].unbind(0)  # [Hkv, D or 1, bits]
 
     def describe(self, layer: int, entries: Tensor, slots: Tensor, metadata: Tensor) -> None:
-        at = slots.long()
-        key = entries[at, :, : entries.shape[2] // 2].float().transpose(0, 1)  # [Hkv, T, D]
-        bits = (key @ self._encode[layer] + self._bias[layer] > 0).long()
-        nibbles = (torch.unflatten(bits, 2, (-1, 4)) << torch.arange(4)).sum(3)
-        metadata[at] = pack_nibbles(nibbles).transpose(0, 1)
+        self._scores.encode(entries, slots, self._encode[layer], self._bias[layer], metadata, signs=True)

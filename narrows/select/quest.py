@@ -8,7 +8,7 @@ from torch import Tensor
 from narrows.kernels.base import Kernels
 from narrows.kernels.scores import CodeLayout
 from narrows.select.calibration import read
-from narrows.select.codes import CodeSelector, pack_nibbles, unpack_nibbles
+from narrows.select.codes import CodeSelector
 from narrows.select.shape import SelectorShape
 
 SPAN = 8  # tokens that share bounds; fewer where pages are smaller
@@ -17,7 +17,7 @@ LEVELS = 4  # of either bound
 
 
 class QuestSelector(CodeSelector):
-    """A nibble for each coordinate: its smallest value over the span in the low two bits, its largest in the high two,
+    """A nibble for each coordinate: its smallest value over the run in the low two bits, its largest in the high two,
     each as the nearest of LEVELS values from calibration.
 
     Rounding keeps order, so the bounds of rounded keys are the rounded bounds, however a prompt is cut into calls.
@@ -27,37 +27,16 @@ class QuestSelector(CodeSelector):
 
     def __init__(self, shape: SelectorShape, ratio: float, kernels: Kernels, calibration: Path | None) -> None:
         arrays, content = read(calibration, self.name, shape, dict.fromkeys(("low", "high"), (shape.head_dim, LEVELS)))
-        self._span = min(SPAN, shape.page_size)
-        self._spans_per_page = shape.page_size // self._span
-        super().__init__(
-            kernels,
-            ratio,
-            shape.head_dim,
-            (content, shape.page_size, self._span, WIDTH),
-            CodeLayout(shape.page_size, self._span),
-        )
-        self._low, self._high = arrays["low"], arrays["high"]  # [L, Hkv, D, LEVELS], ascending
-        self._edges = [(levels[..., 1:] + levels[..., :-1]) / 2 for levels in (self._low, self._high)]
-
-    def tables(self, layer: int, query: Tensor) -> Tensor:
-        apart = query.abs() * WIDTH  # [R, Hkv, G, D]
-        low = ((query - apart) / 2)[..., None] * self._low[layer][:, None]  # [R, Hkv, G, D, LEVELS]
-        high = ((query + apart) / 2)[..., None] * self._high[layer][:, None]
-        return low[..., None, :] + high[..., None]
+        self._page_size, self._span = shape.page_size, min(SPAN, shape.page_size)
+        low, high = arrays["low"], arrays["high"]  # [L, Hkv, D, LEVELS], ascending
+        nibble = torch.arange(16)
+        low_of, high_of = low[..., nibble & 3], high[..., nibble >> 2]
+        # The largest q.k in the box: middle times q plus half the width times |q|, coordinate by coordinate.
+        decode = torch.stack([(low_of + high_of) / 2, WIDTH * (high_of - low_of) / 2], dim=2)
+        layout = CodeLayout(self._page_size, self._span)
+        super().__init__(kernels, ratio, decode, (content, self._page_size, self._span, WIDTH), layout)
+        edges = torch.stack([low[..., 1:] + low[..., :-1], high[..., 1:] + high[..., :-1]], dim=2) / 2
+        self._edges = edges.transpose(3, 4).contiguous().unbind(0)  # [Hkv, 2, LEVELS - 1, D]
 
     def describe(self, layer: int, entries: Tensor, slots: Tensor, metadata: Tensor) -> None:
-        if not len(slots):
-            return
-        at = slots.long()
-        key = entries[at, :, : entries.shape[2] // 2, None].float()  # [T, Hkv, D, 1]
-        spans, which = torch.unique(at // self._span, return_inverse=True)
-        page, within = spans // self._spans_per_page, spans % self._spans_per_page
-        codes = torch.unflatten(metadata, 2, (self._spans_per_page, -1)).transpose(1, 2)  # [pages, spans, Hkv, B]
-        old = unpack_nibbles(codes[page, within]).long()  # [spans, Hkv, D]
-        fresh = torch.zeros(len(spans), dtype=torch.bool).index_fill_(0, which[at % self._span == 0], True)
-        old = torch.where(fresh[:, None, None], LEVELS - 1, old)  # the empty span: lowest of all, and highest of none
-        where = which[:, None, None].expand(-1, *old.shape[1:])
-        low, high = ((key > edges[layer]).sum(3) for edges in self._edges)
-        low = (old & 3).scatter_reduce(0, where, low, "amin")
-        high = (old >> 2).scatter_reduce(0, where, high, "amax")
-        codes[page, within] = pack_nibbles(low | high << 2)
+        self._scores.bounds(entries, slots, self._edges[layer], metadata, page_size=self._page_size, span=self._span)

@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 from narrows.kernels.base import PagedBatch
+from narrows.kernels.scores import ROUNDING
 from narrows.select.base import KVIndex, MetadataLayout
-from narrows.select.budget import begin, budget, check_ratio, fingerprint
+from narrows.select.fingerprint import check_ratio, fingerprint
 from narrows.select.shape import SelectorShape
 
 SINKS = 4  # first tokens that are always read, as published
 
 
 class StreamingSelector:
-    """Static: the first SINKS positions and as many of the last ones as the ratio leaves.
+    """Static: the first SINKS positions (of the window, if there is one) and as many of the last as the ratio leaves.
 
     Departs from the publication in that the window grows with the request, so that all algorithms read equally much,
     and in that positions are not renumbered.
@@ -33,10 +34,12 @@ class StreamingSelector:
     def select(
         self, layer: int, query: Tensor, metadata: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> KVIndex:
-        num, first = budget(batch, self.ratio, window)[:, None], begin(batch, window)[:, None]
+        length = batch.context_len[:, None]
+        most = length if window is None else length.clamp(max=window)
+        first, num = length - most, (length.double() * self.ratio - ROUNDING).ceil().int().clamp(min=1).minimum(most)
         sinks = num.sub(1).clamp(max=SINKS)  # of a budget of one nothing is left for them
         at = torch.arange(int(num.max()), dtype=torch.int32)
-        positions = torch.where(at < sinks, first + at, batch.context_len[:, None] - num + at)
+        positions = torch.where(at < sinks, first + at, length - num + at)
         positions = positions.masked_fill(at >= num, -1)
         rows = num[:, 0].repeat_interleave(self._num_kv_heads)
         return KVIndex(positions.repeat_interleave(self._num_kv_heads, dim=0), rows)

@@ -28,22 +28,26 @@
 
 typedef struct {
     float *out;             /* [rows, n] */
-    int32_t *close;         /* [rows, group], zeros at first */
-    const float *tables;    /* [rows, group, nibbles, 16], or NULL: the metadata are keys */
-    const void *query;      /* [rows, group, head_dim] if so */
+    int32_t *num;           /* [rows] */
+    const void *query;      /* [rows, group, head_dim] */
+    const float *decode;    /* what makes tables of a query, see `table`; NULL: the metadata are keys */
+    int by_coordinate;
     const uint8_t *metadata;
     size_t metadata_bytes;
-    const int32_t *context_len, *page_table, *begin;
-    long num_requests, table_stride, page_size, group, num_kv_heads, size; /* size: nibbles of a code, or head_dim */
+    const int32_t *context_len, *page_table;
+    long num_requests, table_stride, page_size, group, num_kv_heads, head_dim;
+    long size;              /* nibbles of a code, or head_dim */
     long per_row, per_code; /* tokens; per_row is 1 or page_size */
-    long n, sinks;
-    float alpha, scale; /* scale: of keys only */
+    long n, sinks, window;  /* window 0: none */
+    double ratio;
+    float alpha, scale;
     int is_bf16;
 
     long stride;    /* codes of a row in scratch, a multiple of CHUNK */
     float *weights; /* [rows, group, stride] */
     float *peaks;   /* [rows, group, stride / CHUNK] */
     float *totals;  /* the same */
+    int32_t *close; /* [rows, group]: positions at most alpha below the peak */
     uint8_t *luts;  /* of each thread [group, size, 2, 16], or the group's queries as floats */
     size_t lut_bytes;
 } scores_call;
@@ -53,9 +57,14 @@ typedef struct {
     long first, end;            /* codes that have any of them */
 } score_row;
 
+static long begin_of(const scores_call *c, long request) {
+    const long length = c->context_len[request];
+    return c->window && length > c->window ? length - c->window : 0;
+}
+
 static score_row row_of(const scores_call *c, long row) {
     score_row r = {row / c->num_kv_heads, row % c->num_kv_heads, 0, 0, 0, 0};
-    const long begin = c->begin[r.request];
+    const long begin = begin_of(c, r.request);
     r.lo = begin > c->sinks ? begin : c->sinks;
     r.hi = c->context_len[r.request] - 1;
     if (r.hi <= r.lo) {
@@ -80,7 +89,7 @@ typedef struct {
 static walk walk_from(const scores_call *c, score_row r, long code) {
     walk w;
     w.per_page = c->page_size / c->per_code;
-    w.code_bytes = c->tables ? c->size / 2 : c->size * (c->is_bf16 ? 2 : 4);
+    w.code_bytes = c->decode ? c->size / 2 : c->size * (c->is_bf16 ? 2 : 4);
     w.page_bytes = w.per_page * c->num_kv_heads * w.code_bytes;
     w.stride = c->per_row == 1 ? c->num_kv_heads * w.code_bytes : w.code_bytes;
     w.head_bytes = r.head * (c->per_row == 1 ? w.code_bytes : w.per_page * w.code_bytes);
@@ -228,33 +237,50 @@ static void score_keys(const scores_call *c, const uint8_t *const *keys, const f
     }
 }
 
-/* What a thread needs of a row before its chunks; `steps` is of codes only. */
-static void prepare(const scores_call *c, long row, uint8_t *lut, float *steps) {
+/* What each nibble of a code adds to the score of a scaled query: [nibbles, 16].
+ *
+ * By a matrix [head_dim, nibbles * 16]; or by coordinate, of which each has a nibble: from its value and its magnitude,
+ * which two arrays [head_dim, 16] multiply. */
+static void table(const scores_call *c, long head, const float *query, float *tables) {
+    const long width = c->size * 16;
+    if (c->by_coordinate) {
+        const float *value = c->decode + head * 2 * width, *magnitude = value + width;
+        for (long i = 0; i < width; i++) tables[i] = query[i / 16] * value[i] + fabsf(query[i / 16]) * magnitude[i];
+        return;
+    }
+    memset(tables, 0, (size_t)width * sizeof *tables);
+    const float *line = c->decode + head * c->head_dim * width;
+    for (long d = 0; d < c->head_dim; d++, line += width)
+        for (long i = 0; i < width; i++) tables[i] += query[d] * line[i];
+}
+
+/* What a thread needs of a row before its chunks: tables of whole steps, or the queries of keys. */
+static void prepare(const scores_call *c, long row, uint8_t *lut, float *steps, float *query) {
+    float *tables = query + c->group * c->head_dim;
+    for (long i = 0; i < c->group * c->head_dim; i++) {
+        const long at = row * c->group * c->head_dim + i;
+        query[i] = c->scale * (c->is_bf16 ? bf16_to_float(((const bf16 *)c->query)[at]) : ((const float *)c->query)[at]);
+    }
+    if (!c->decode) return;
     for (long g = 0; g < c->group; g++) {
-        const long q = row * c->group + g;
-        if (c->tables) {
-            steps[g] = round_tables(c->tables + q * c->size * 16, c->size, lut + g * c->size * 32);
-            continue;
-        }
-        float *to = (float *)lut + g * c->size;
-        for (long d = 0; d < c->size; d++)
-            to[d] = c->scale * (c->is_bf16 ? bf16_to_float(((const bf16 *)c->query)[q * c->size + d])
-                                           : ((const float *)c->query)[q * c->size + d]);
+        table(c, row % c->num_kv_heads, query + g * c->head_dim, tables);
+        steps[g] = round_tables(tables, c->size, lut + g * c->size * 32);
     }
 }
 
 /* exp(score - peak) of codes first.. of a row, their peak and their sum over positions. */
-static void score_chunk(const scores_call *c, long row, score_row r, long chunk, const uint8_t *lut, const float *steps) {
+static void score_chunk(const scores_call *c, long row, score_row r, long chunk, const uint8_t *lut, const float *steps,
+                        const float *query) {
     const long first = r.first + chunk * CHUNK, count = r.end - first < CHUNK ? r.end - first : CHUNK;
     float *weights = c->weights + row * c->group * c->stride + chunk * CHUNK;
     const uint8_t *codes[BLOCK];
     walk w = walk_from(c, r, first);
     for (long b = 0; b < count; b += BLOCK) {
         for (long i = 0; i < BLOCK; i++) codes[i] = b + i < count ? walk_next(c, &w) : codes[i - 1];
-        if (c->tables)
+        if (c->decode)
             score_codes(c, codes, lut, steps, weights + b, c->stride);
         else
-            score_keys(c, codes, (const float *)lut, weights + b, c->stride);
+            score_keys(c, codes, query, weights + b, c->stride);
     }
     const float before = (float)(r.lo > first * c->per_code ? r.lo - first * c->per_code : 0);
     const long end = (first + count) * c->per_code;
@@ -332,7 +358,7 @@ static void merge_chunk(const scores_call *c, long row, score_row r, long chunk,
 }
 
 static void fill_rest(const scores_call *c, long row) {
-    const long request = row / c->num_kv_heads, begin = c->begin[request], length = c->context_len[request];
+    const long request = row / c->num_kv_heads, begin = begin_of(c, request), length = c->context_len[request];
     const long always = c->sinks < length - 1 ? c->sinks : length - 1;
     float *out = c->out + row * c->n;
     for (long i = 0; i < begin; i++) out[i] = -INFINITY;
@@ -345,8 +371,8 @@ static void scores_team(void *data, team me) {
     scores_call *c = data;
     const long rows = c->num_requests * c->num_kv_heads;
     uint8_t *lut = c->luts + (size_t)me.id * c->lut_bytes;
-    float *steps = (float *)(lut + c->lut_bytes) - c->group, *bounds = steps - c->group;
-    float *fades = bounds - c->group * (c->stride / CHUNK);
+    float *steps = (float *)(lut + c->group * c->size * 32), *bounds = steps + c->group;
+    float *fades = bounds + c->group, *query = fades + c->group * (c->stride / CHUNK);
     long all = 0, first, end;
     for (long row = 0; row < rows; row++) all += chunks_of(row_of(c, row));
     team_share(me, all, &first, &end);
@@ -359,12 +385,12 @@ static void scores_team(void *data, team me) {
             at += chunks;
             if (from >= to) continue;
             if (stage == 0)
-                prepare(c, row, lut, steps);
+                prepare(c, row, lut, steps, query);
             else
                 scale_row(c, row, chunks, fades, bounds);
             for (long i = from; i < to; i++) {
                 if (stage == 0)
-                    score_chunk(c, row, r, i, lut, steps);
+                    score_chunk(c, row, r, i, lut, steps, query);
                 else
                     merge_chunk(c, row, r, i, chunks, fades, bounds);
             }
@@ -378,34 +404,53 @@ static void scores_team(void *data, team me) {
     }
 }
 
+/* How many each row of a request may read: a part of it, and by the alpha rule no more than the neediest of its KV heads. */
+static void count(const scores_call *c, long request) {
+    const long length = c->context_len[request], most = length - begin_of(c, request);
+    long num = (long)ceil((double)length * c->ratio - 1e-9);
+    num = num < 1 ? 1 : num > most ? most : num;
+    int32_t neediest = 0;
+    for (long h = 0; h < c->num_kv_heads; h++) {
+        const int32_t *close = c->close + (request * c->num_kv_heads + h) * c->group;
+        int32_t all = 0;
+        for (long g = 0; g < c->group; g++) all += close[g];
+        neediest = all > neediest ? all : neediest;
+    }
+    const long wanted = 1 + c->sinks + (neediest + c->group - 1) / c->group;
+    if (c->ratio < 1. && c->alpha < INFINITY && wanted < num) num = wanted;
+    for (long h = 0; h < c->num_kv_heads; h++) c->num[request * c->num_kv_heads + h] = (int32_t)num;
+}
+
 /* Bytes of scratch that narrows_scores needs. */
 static size_t lay_out(scores_call *c, char *scratch, long threads) {
-    const long queries = c->num_requests * c->num_kv_heads * c->group;
+    const size_t queries = (size_t)(c->num_requests * c->num_kv_heads * c->group);
     c->stride = ((c->n + c->per_code - 1) / c->per_code + CHUNK) / CHUNK * CHUNK;
-    const size_t parts = (size_t)(queries * (c->stride / CHUNK)), weights = (size_t)(queries * c->stride);
+    const size_t parts = queries * (size_t)(c->stride / CHUNK), weights = queries * (size_t)c->stride;
     c->weights = (float *)scratch;
     c->peaks = c->weights + weights;
     c->totals = c->peaks + parts;
-    c->luts = (uint8_t *)(c->totals + parts);
-    const size_t tables = (size_t)(c->group * c->size) * 32, scales = (size_t)(c->group * (c->stride / CHUNK + 2)) * 4;
-    c->lut_bytes = (tables + scales + 63) / 64 * 64;
-    return (weights + 2 * parts) * 4 + c->lut_bytes * (size_t)threads;
+    c->close = (int32_t *)(c->totals + parts);
+    c->luts = (uint8_t *)(c->close + queries);
+    const long floats = c->group * (2 + c->stride / CHUNK + c->head_dim) + c->size * 16;
+    c->lut_bytes = (size_t)(c->group * c->size * 32 + floats * 4 + 63) / 64 * 64;
+    return (weights + 2 * parts + queries) * 4 + c->lut_bytes * (size_t)threads;
 }
 
-/* tables NULL: the metadata are keys of `size` numbers, scored by `query` times scale. Returns the bytes of scratch that
- * are needed if `scratch_bytes` are fewer, and nothing is done then; else 0. */
-long narrows_scores(float *out, int32_t *close, const float *tables, const void *query, const void *metadata,
-                    long metadata_bytes, const int32_t *context_len, const int32_t *page_table, const int32_t *begin,
-                    long num_requests, long table_stride, long page_size, long group, long num_kv_heads, long size,
-                    long per_row, long per_code, long n, long sinks, float alpha, float scale, int is_bf16, void *scratch,
-                    long scratch_bytes, crew *crew) {
-    scores_call c = {out, close, tables, query, metadata, (size_t)metadata_bytes, context_len, page_table, begin,
-                     num_requests, table_stride, page_size, group, num_kv_heads, size, per_row, per_code, n, sinks,
-                     alpha, scale, is_bf16, 0, NULL, NULL, NULL, NULL, 0};
+/* decode NULL: the metadata are keys, and size is head_dim. Returns the bytes of scratch that are needed if `scratch_bytes`
+ * are fewer, and nothing is done then; else 0. */
+long narrows_scores(float *out, int32_t *num, const void *query, const float *decode, int by_coordinate,
+                    const void *metadata, long metadata_bytes, const int32_t *context_len, const int32_t *page_table,
+                    long num_requests, long table_stride, long page_size, long group, long num_kv_heads, long head_dim,
+                    long size, long per_row, long per_code, long n, long sinks, long window, double ratio, float alpha,
+                    float scale, int is_bf16, void *scratch, long scratch_bytes, crew *crew) {
+    scores_call c = {out, num, query, decode, by_coordinate, metadata, (size_t)metadata_bytes, context_len, page_table,
+                     num_requests, table_stride, page_size, group, num_kv_heads, head_dim, size, per_row, per_code, n,
+                     sinks, window, ratio, alpha, scale, is_bf16, 0, NULL, NULL, NULL, NULL, NULL, 0};
     const size_t needed = lay_out(&c, scratch, crew_size(crew));
     if (needed > (size_t)scratch_bytes) return (long)needed;
     const long queries = num_requests * num_kv_heads * group;
-    memset(close, 0, (size_t)queries * sizeof *close);
+    memset(c.close, 0, (size_t)queries * sizeof *c.close);
     crew_run(crew, scores_team, &c, queries * (n / per_code) > THREADED);
+    for (long r = 0; r < num_requests; r++) count(&c, r);
     return 0;
 }

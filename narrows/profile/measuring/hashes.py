@@ -20,6 +20,7 @@ STEPS = 60
 WARM_UP = 5
 QUERIES = 32  # of a step
 RATE = 0.05  # of the mean size of what is trained
+BETAS = 0.9, 0.98
 RIDGE = 0.01
 
 
@@ -35,17 +36,20 @@ def fit_hash(views: Sequence[View], scale: float, bits: int = BITS) -> dict[str,
     trained = [x.requires_grad_() for x in begin(views, bits, random)]
     encode, bias, decode = trained
     rates = [RATE * float(encode.detach().abs().mean()), RATE, RATE * float(decode.detach().abs().mean())]
-    adam = torch.optim.Adam([{"params": [x], "lr": r} for x, r in zip(trained, rates, strict=True)], betas=(0.9, 0.98))
+    moments = [(torch.zeros_like(x), torch.zeros_like(x)) for x in trained]
     for step in range(STEPS):
-        part = min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / STEPS)) / 2
-        for group, rate in zip(adam.param_groups, rates, strict=True):
-            group["lr"] = part * rate
         view = views[int(torch.randint(len(views), (1,), generator=random))]
         rows = torch.randperm(len(view.seen), generator=random)[:QUERIES]
         view = View(view.query[:, rows], view.key, view.seen[rows])
-        adam.zero_grad()
-        divergence(view, encode, bias, decode, scale).backward()  # type: ignore[no-untyped-call]
-        adam.step()
+        slopes = torch.autograd.grad(divergence(view, encode, bias, decode, scale), trained)
+        part = min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        with torch.no_grad():
+            for x, slope, rate, (first, second) in zip(trained, slopes, rates, moments, strict=True):
+                # Adam (Kingma and Ba, ICLR 2015).
+                first.lerp_(slope, 1 - BETAS[0])
+                second.lerp_(slope.square(), 1 - BETAS[1])
+                unbiased = second / (1 - BETAS[1] ** (step + 1))
+                x -= part * rate * first / (1 - BETAS[0] ** (step + 1)) / (unbiased.sqrt() + 1e-8)
     return {"encode": encode.detach(), "bias": bias.detach(), "decode": decode.detach()}
 
 
