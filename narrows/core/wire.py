@@ -256,9 +256,11 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode's network is idle for about so long: prefill may send more of these requests' KV."""
+    """Decode's network is idle: prefill may send more of these requests' KV. Stands for the attentions of so many layers,
+    whose idle windows together are about idle_s."""
 
     requests: tuple[tuple[str, int], ...]
+    layers: int
     idle_s: float
 
 

@@ -37,7 +37,7 @@ from narrows.transfer.base import BLOCK_BYTES, Transport, TransportConfig
 from narrows.transfer.registry import open_transport
 
 HEARTBEAT_S = 1.0
-BLOCK_S = 0.0005
+BLOCK_S = 0.001
 LEAST_BLOCK = 4096
 IDLE_POLL_MS = 1000
 

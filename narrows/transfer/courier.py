@@ -123,6 +123,7 @@ class Courier:
             if parcel is None:
                 return
             parcel.stored[layer] = num_tokens
+            parcel.undescribed = True
             if parcel.bound is not None:
                 parcel.bound.delivery.store(layer, num_tokens)
                 self._pump()
@@ -210,18 +211,19 @@ class Courier:
             for request, generation in message.requests:
                 parcel = self._parcels.get((request, generation))
                 if parcel is not None and parcel.bound is not None:
-                    parcel.credit += self._granted(parcel, message.idle_s)
+                    parcel.credit += self._granted(parcel, message)
         elif isinstance(message, Fetch):
             self._on_fetch(event.peer, message)
 
-    def _granted(self, parcel: Parcel, idle_s: float) -> float:
-        """Tokens of one layer that a grant at the start of one layer's attention allows (section 4.3)."""
+    def _granted(self, parcel: Parcel, grant: Grant) -> float:
+        """Tokens of one layer that may be sent for it (section 4.3): by attention a share of a layer, so in a step that
+        share of everything, or what crosses in the idle windows."""
         assert parcel.bound is not None
         share = parcel.bound.plan.scheme.speculative
         if share is not None:
-            return share * parcel.num_tokens
+            return share * parcel.num_tokens * grant.layers
         rate = self._meters[parcel.bound.peer].bytes_per_s or 0.0
-        return idle_s * rate / self._source.layout.token_bytes
+        return grant.idle_s * rate / self._source.layout.token_bytes
 
     def _on_fetch(self, peer: PeerName, fetch: Fetch) -> None:
         try:
@@ -341,7 +343,8 @@ class Courier:
         bound = parcel.bound
         assert bound is not None
         delivery, scheme = bound.delivery, bound.plan.scheme
-        if parcel.full is False and self._source.rows.row_bytes:
+        if parcel.undescribed and parcel.full is False and self._source.rows.row_bytes:
+            parcel.undescribed = False
             post = parcel.metadata_post(self._source)
             if post is not None:
                 self._post(bound.peer, post, METADATA, parcel)

@@ -15,6 +15,7 @@ from narrows.transfer.codec import decode, encode
 from narrows.transfer.positions import Positions, encode_positions
 
 FETCH_TAG = "fetch:"  # begins the request name in the tags of answers
+GRANT_S = 0.01  # grants of layers that follow each other faster go in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Fetcher:
         self._memory: list[Region | None] = [None, None]  # of even and of odd layers
         self._lost: set[PeerName] = set()
         self._idle_since_s: float | None = None
+        self._granted_s = 0.0  # when the last grant went
+        self._layers = 0  # attentions since then
         self._idle_s = 0.0  # the usual window between the start of an attention and the next fetch
 
     def begin(self, origins: Sequence[Origin | None], *, grants: bool = True) -> None:
@@ -131,16 +134,18 @@ class Fetcher:
 
     def attention_starts(self, layer: int) -> None:
         self._end_idle_window()
-        self._idle_since_s = self._clock()
-        if not self._grants:
+        self._idle_since_s = now_s = self._clock()
+        self._layers += 1
+        if not self._grants or now_s - self._granted_s < GRANT_S:
             return
+        layers, self._layers, self._granted_s = self._layers, 0, now_s
         by_peer: dict[PeerName, list[tuple[str, int]]] = {}
         for origin in self._origins:
             if origin is not None and origin.peer not in self._lost:
                 by_peer.setdefault(origin.peer, []).append((origin.request, origin.generation))
         for peer, requests in by_peer.items():
             try:
-                self._transport.send(peer, encode(Grant(tuple(requests), self._idle_s)))
+                self._transport.send(peer, encode(Grant(tuple(requests), layers, layers * self._idle_s)))
             except PeerLost:
                 self._lost.add(peer)
 

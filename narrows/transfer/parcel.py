@@ -65,6 +65,7 @@ class Parcel:
     slots: Ints
     stored: npt.NDArray[np.int64]
     described: npt.NDArray[np.int64]  # leading tokens whose metadata is posted, by layer
+    undescribed: bool = True  # metadata waits to be posted
     bound: Bound | None = None
     full: bool | None = None  # None: not decided, since nothing is known of the link
     note: Callable[[Scheme, bool], bytes] | None = None  # set when the prompt is computed
