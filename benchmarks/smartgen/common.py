@@ -16,6 +16,7 @@ from narrows.bench.plots import Panel, draw
 from narrows.bench.results import document, save
 from narrows.bench.testbed import Workload
 from narrows.config import EngineConfig
+from narrows.errors import NarrowsError
 
 WORST = 6.5  # Tt/Tp
 # The paper's links of 15, 25 and 32 Gbps: its section 3.1 gives Tt/Tp of up to 7.1 and 4.7 for the first two; the third
@@ -58,7 +59,7 @@ class Options:
         )
         result = run(replace(self.config, **settings), plan, workload or self.workload)
         for wrong in result["differing"]:
-            raise SystemExit(f"tokens differ, which must never be: {wrong}")
+            raise NarrowsError(f"tokens differ, which must never be: {wrong}")
         return result["results"]
 
 
@@ -75,7 +76,10 @@ class Claim:
 def main(figure: str, about: str, make: Callable[[Options], tuple[list[Row], list[Claim], list[Panel]]]) -> None:
     """Run one figure as a program."""
     options = parse(about)
-    rows, claims, panels = make(options)
+    try:
+        rows, claims, panels = make(options)
+    except NarrowsError as error:
+        raise SystemExit(f"{figure}: {error}") from error
     show(f"{figure}: {about}", claims)
     config = {"quick": options.quick, "selector": options.selector, "model": options.config.model}
     result = document(figure, config, rows)

@@ -90,6 +90,7 @@ def _run_selector(config: EngineConfig, plan: Plan, workload: Workload) -> list[
     rows: list[Row] = []
     most = max(plan.batches)
     with open_testbed(config, workload, most) as free, Oracles(free, plan.oracles) as oracles:
+        say(f"{config.select}: measuring Tp, the prefill of a prompt alone ({TP_REPEATS + 1} times)")
         free.warm_up([IDEAL])
         seconds = free.prefill_s(TP_REPEATS)
         prefill_s = median(seconds)
