@@ -256,7 +256,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode's network is idle: prefill may send more of these requests' KV. Stands for the attentions of so many layers,
+    """Decode's network is idle: prefill may send more of these requests' KV. Stands for so many layers' attentions,
     whose idle windows together are about idle_s."""
 
     requests: tuple[tuple[str, int], ...]
