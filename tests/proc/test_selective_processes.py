@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,19 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("select", ["infinigen", "hata", "quest", "exact", "streaming"])
 def test_schemes_and_links_change_no_token(folder: Path, transport: str, select: str) -> None:
-    """Every selector: full transfer over an open link, then every scheme over a slow one, in one cluster."""
+    """Every selector: full transfer over an open link, then every scheme over a slow one, in one cluster. Compared are the
+    log probabilities of each token and its rivals, all computed from the same tokens: to the bit, as is the noise floor,
+    the same run twice."""
+    params = replace(GREEDY, logprobs=5)
     with LLM(str(folder), select=select, transfer="full", transport=transport, **SETTINGS) as llm:
-        want = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+        want, again = ([answer.tokens for answer in llm.generate(PROMPTS, params)] for _ in range(2))
+        assert again == want, "the noise floor is not zero"
     events: list[Event] = []
     slow = {"transfer": "selective", "link_gbps": 0.002, "transport": transport, **SETTINGS}
     with LLM(str(folder), select=select, observers=[events.append], **slow) as llm:
         for name in ("selective", "sequential", "random", "streaming", "partial"):
             llm.cluster.adopt(SCHEMES[name])
-            assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == want, name
+            assert [answer.tokens for answer in llm.generate(PROMPTS, params)] == want, name
     found = measure(events).values()
     assert sum(fetched for m in found for _, fetched in m.on_demand) > 0, "nothing was remote"
 
