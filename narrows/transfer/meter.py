@@ -13,11 +13,12 @@ class LinkMeter:
         self._in_flight = 0
         self._since_s = 0.0
         self._landed = 0
+        self._judged = False  # since something has always been on its way
 
     def sent(self, num_bytes: int, now_s: float) -> None:
         """So many bytes are handed to the link."""
         if self._in_flight <= 0:
-            self._in_flight, self._landed, self._since_s = 0, 0, now_s
+            self._in_flight, self._landed, self._since_s, self._judged = 0, 0, now_s, False
         self._in_flight += num_bytes
 
     def landed(self, num_bytes: int, now_s: float) -> None:
@@ -25,11 +26,13 @@ class LinkMeter:
         self._in_flight -= num_bytes
         self._landed += num_bytes
         elapsed_s = now_s - self._since_s
-        if self._landed >= _LEAST_BYTES and elapsed_s > 0 and (self._in_flight <= 0 or elapsed_s >= _LEAST_S):
+        # What is heard of together may have landed apart, so only a stretch as a whole may be judged by a short time.
+        is_whole = self._in_flight <= 0 and not self._judged
+        if self._landed >= _LEAST_BYTES and elapsed_s > 0 and (is_whole or elapsed_s >= _LEAST_S):
             sample = self._landed / elapsed_s
             old = self.bytes_per_s
             self.bytes_per_s = sample if old is None else old + _WEIGHT * (sample - old)
-            self._landed, self._since_s = 0, now_s
+            self._landed, self._since_s, self._judged = 0, now_s, True
 
     def dropped(self, num_bytes: int) -> None:
         """So many bytes will not arrive: what was measured with them says nothing."""
