@@ -12,8 +12,8 @@ import numpy as np
 from narrows.core.plan import RegionKey
 from narrows.core.wire import Fetch, Fetched, Wanted
 from narrows.errors import TransportError
-from narrows.transfer.base import Copy, Post, Region, Tag
-from narrows.transfer.parcel import ON_DEMAND, URGENCY, Key, Parcel, Source
+from narrows.transfer.base import Copy, Post, Priority, Region, Tag
+from narrows.transfer.parcel import ON_DEMAND, Key, Parcel, Source
 from narrows.transfer.positions import Positions, decode_positions
 from narrows.transfer.staging import StagingRing
 
@@ -95,7 +95,7 @@ class Gatherer:
         region: RegionKey = answer.fetch.region
         post = Post(
             Tag(tag, answer.fetch.ticket, layer),
-            URGENCY[ON_DEMAND],
+            Priority.ON_DEMAND,
             region,
             (copy,) if count else (),
             note=b"" if answer.rows else note,

@@ -30,10 +30,21 @@ from narrows.core.wire import Delivered, Fetch, Grant, Refusal, Settled
 from narrows.errors import PeerLost, TransportError
 from narrows.kv.layout import DENSE_LAYERS
 from narrows.transfer.answers import Answer, Gatherer
-from narrows.transfer.base import Done, Dropped, Message, PeerGone, PeerName, Post, PostId, Transport, TransportEvent
+from narrows.transfer.base import (
+    Done,
+    Dropped,
+    Message,
+    PeerGone,
+    PeerName,
+    Post,
+    PostId,
+    Priority,
+    Transport,
+    TransportEvent,
+)
 from narrows.transfer.codec import decode, encode
 from narrows.transfer.meter import LinkMeter
-from narrows.transfer.parcel import METADATA, ON_DEMAND, PROACTIVE, SPECULATIVE, Key, Parcel, Plan, Source
+from narrows.transfer.parcel import METADATA, ON_DEMAND, PATHS, PROACTIVE, SPECULATIVE, Key, Parcel, Plan, Source
 from narrows.transfer.plan import Ints, Slots, num_pushed
 from narrows.transfer.signal import Signal
 
@@ -335,52 +346,72 @@ class Courier:
             if not len(tokens):
                 break
             for layer in np.unique(layers):
-                self._push(parcel, PROACTIVE, layers[layers == layer], tokens[layers == layer])
+                chosen = layers == layer
+                self._push(parcel, PROACTIVE, Priority.PROACTIVE, layers[chosen], tokens[chosen])
         if parcel.note is not None and not parcel.begun and not delivery.num_left:
-            self._begin(parcel)
+            self._begin(parcel, Priority.PROACTIVE)
 
     def _advance_selective(self, parcel: Parcel) -> None:
+        """Metadata, then blocks in their order, then the note; then what decode grants.
+
+        Once the prompt is computed only what decode can not begin without is pushed, and is as urgent as what a step
+        waits for: a request that waits for its second token must not starve behind the steps of others.
+        """
         bound = parcel.bound
         assert bound is not None
-        delivery, scheme = bound.delivery, bound.plan.scheme
-        if parcel.undescribed and parcel.full is False and self._source.rows.row_bytes:
-            parcel.undescribed = False
-            post = parcel.metadata_post(self._source)
-            if post is not None:
-                self._post(bound.peer, post, METADATA, parcel)
+        delivery, done = bound.delivery, parcel.note is not None
         window = self._window(bound.peer)
-        done = parcel.note is not None
-        while not parcel.begun and (done or self._has_room(parcel, window)):
-            # Once the prompt is computed only what decode can not begin without is pushed, whatever waits before it.
+        priority = Priority.ON_DEMAND if done else Priority.PROACTIVE
+        if parcel.full is False and self._source.rows.row_bytes:
+            while parcel.undescribed and self._has_room(parcel, window, METADATA, PROACTIVE):
+                post = parcel.metadata_post(self._source, priority, window // 2)
+                if post is None:
+                    parcel.undescribed = False
+                else:
+                    self._post(bound.peer, post, METADATA, parcel)
+        while not parcel.begun and self._has_room(parcel, window, METADATA, PROACTIVE):
             only_dense = done or parcel.full is None
             taken = delivery.take(self._batch(window), proactive=parcel.full is False, dense=only_dense)
             if not len(taken[1]):
                 break
-            self._push(parcel, PROACTIVE, *taken)
-        if done and not parcel.begun and parcel.full is not None:
-            self._begin(parcel)
-        while scheme.speculative != 0.0 and parcel.full is False and self._has_room(parcel, window):
-            # While prefill computes an idle link is enough; later decode grants the time.
-            allowed = self._batch(window) if not done else min(int(parcel.credit), self._batch(window))
-            if allowed < 1:
-                break
-            taken = delivery.take(allowed, proactive=False)
-            if not len(taken[1]):
-                break
-            if done:
-                parcel.credit -= len(taken[1])
-            self._push(parcel, SPECULATIVE, *taken)
+            self._push(parcel, PROACTIVE, priority, *taken)
+        if done and not parcel.begun and parcel.full is False and not self._owes(parcel):
+            self._begin(parcel, Priority.ON_DEMAND)
+        if bound.plan.scheme.speculative != 0.0 and parcel.full is False and (parcel.begun or not done):
+            self._speculate(parcel, window)
 
-    def _begin(self, parcel: Parcel) -> None:
+    def _owes(self, parcel: Parcel) -> bool:
+        """Whether something that decode can not begin without has not arrived."""
+        assert parcel.bound is not None
+        undescribed = parcel.undescribed and self._source.rows.row_bytes > 0
+        on_its_way = parcel.in_flight[METADATA] + parcel.in_flight[PROACTIVE] > 0
+        return undescribed or on_its_way or not parcel.bound.delivery.has_dense()
+
+    def _speculate(self, parcel: Parcel, window: int) -> None:
+        """While prefill computes an idle link is enough; later decode grants the time."""
+        assert parcel.bound is not None
+        while self._has_room(parcel, window, *PATHS):
+            allowed = min(int(parcel.credit), self._batch(window)) if parcel.begun else self._batch(window)
+            if allowed < 1:
+                return
+            taken = parcel.bound.delivery.take(allowed, proactive=False)
+            if not len(taken[1]):
+                return
+            if parcel.begun:
+                parcel.credit -= len(taken[1])
+            self._push(parcel, SPECULATIVE, Priority.SPECULATIVE, *taken)
+
+    def _begin(self, parcel: Parcel, priority: Priority) -> None:
+        """The note: behind what was posted with the same priority."""
         bound = parcel.bound
         assert bound is not None
-        self._post(bound.peer, parcel.note_post(self._source, bool(parcel.full)), PROACTIVE, parcel)
+        self._post(bound.peer, parcel.note_post(self._source, priority, bool(parcel.full)), PROACTIVE, parcel)
         parcel.begun = True
         parcel.pushed_blocks = bound.delivery.pushed
 
-    def _has_room(self, parcel: Parcel, window: int) -> bool:
-        """Whether less of this class and the one before it is on its way than the window."""
-        return sum(parcel.in_flight.values()) < window
+    def _has_room(self, parcel: Parcel, window: int, *paths: str) -> bool:
+        """Whether less is on its way on these paths than the window."""
+        return sum(parcel.in_flight[path] for path in paths) < window
 
     def _window(self, peer: PeerName) -> int:
         rate = self._meter(peer).bytes_per_s
@@ -390,10 +421,10 @@ class Courier:
         """Tokens of one layer that are posted at once."""
         return max(1, window // 2 // self._source.layout.token_bytes)
 
-    def _push(self, parcel: Parcel, path: str, layers: Ints, tokens: Ints) -> None:
+    def _push(self, parcel: Parcel, path: str, priority: Priority, layers: Ints, tokens: Ints) -> None:
         assert parcel.bound is not None
         parcel.wasted_entries += parcel.bound.delivery.repeats(layers, tokens)
-        self._post(parcel.bound.peer, parcel.kv_post(self._source, path, layers, tokens), path, parcel)
+        self._post(parcel.bound.peer, parcel.kv_post(self._source, priority, layers, tokens), path, parcel)
 
     def _post(
         self,

@@ -17,12 +17,7 @@ from narrows.transfer.plan import Ints, block_edges, plan_copies, plan_mask
 Key = tuple[str, int]  # request and generation
 
 METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE = "metadata", "proactive", "on_demand", "speculative"
-URGENCY = {
-    METADATA: Priority.PROACTIVE,
-    PROACTIVE: Priority.PROACTIVE,
-    ON_DEMAND: Priority.ON_DEMAND,
-    SPECULATIVE: Priority.SPECULATIVE,
-}
+PATHS = (METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,8 @@ class Parcel:
     begun: bool = False  # the note is posted
     credit: float = 0.0  # tokens of one layer that may be sent speculatively
     open_posts: set[PostId] = field(default_factory=set)
-    in_flight: dict[str, int] = field(default_factory=lambda: dict.fromkeys(URGENCY, 0))  # bytes by path
-    sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(URGENCY, 0))
+    in_flight: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))  # bytes by path
+    sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
     wasted_entries: int = 0
     pushed_blocks: int = 0
     transfer_s: float = 0.0  # Tt, as predicted
@@ -100,7 +95,7 @@ class Parcel:
         target = layout.resized(landing.num_slots // layout.page_size)
         self.bound = Bound(landing, target, slots, peer, plan, delivery)
 
-    def kv_post(self, source: Source, path: str, layers: Ints, tokens: Ints) -> Post:
+    def kv_post(self, source: Source, priority: Priority, layers: Ints, tokens: Ints) -> Post:
         """These tokens' KV, then the mask updates that say so (section 4.2)."""
         bound = self.bound
         assert bound is not None
@@ -111,22 +106,27 @@ class Parcel:
         puts = tuple(Put(mask, offset, data) for offset, data in plan_mask(there, layers, targets))
         layer = int(layers[0]) if layers[0] == layers[-1] else -1
         copy = Copy(source.pool, copies.source_offsets, copies.target_offsets, copies.lengths)
-        return Post(Tag(*self.key, layer), URGENCY[path], bound.landing.pool, (copy,), puts)
+        return Post(Tag(*self.key, layer), priority, bound.landing.pool, (copy,), puts)
 
-    def metadata_post(self, source: Source) -> Post | None:
-        """The metadata of all that is stored and not described yet, of the layers that select; None: nothing."""
+    def metadata_post(self, source: Source, priority: Priority, max_bytes: int) -> Post | None:
+        """The next metadata that is stored and not posted yet, of the layers that select, in their order: about
+        max_bytes, at least one layer's. None: nothing is left."""
         bound, rows = self.bound, source.rows
         assert bound is not None and source.metadata is not None and bound.landing.metadata is not None
         layers, here, there = [], [], []
+        size = 0
         for layer in range(DENSE_LAYERS, source.layout.num_layers):
             begin, end = int(self.described[layer]), int(self.stored[layer])
             if begin == end:
                 continue
+            if size >= max_bytes:
+                break
             self.described[layer] = end
             tokens = np.arange(begin // rows.tokens_per_row * rows.tokens_per_row, end, rows.tokens_per_row)
             layers.append(np.full(len(tokens), layer, dtype=np.int64))
             here.append(self.slots[tokens] // rows.tokens_per_row)
             there.append(bound.slots[tokens] // rows.tokens_per_row)
+            size += len(tokens) * rows.row_bytes
         if not layers:
             return None
         copies = plan_copies(
@@ -139,13 +139,13 @@ class Parcel:
         )
         copy = Copy(source.metadata, copies.source_offsets, copies.target_offsets, copies.lengths)
         tag = Tag(*self.key, int(layers[0][0]) if len(layers) == 1 else -1)
-        return Post(tag, URGENCY[METADATA], bound.landing.metadata, (copy,))
+        return Post(tag, priority, bound.landing.metadata, (copy,))
 
-    def note_post(self, source: Source, full: bool) -> Post:
-        """The word that decode may begin, behind all that was posted before it."""
+    def note_post(self, source: Source, priority: Priority, full: bool) -> Post:
+        """The word that decode may begin."""
         assert self.bound is not None and self.note is not None
         tag = Tag(*self.key, source.layout.num_layers)
-        return Post(tag, Priority.PROACTIVE, self.bound.landing.pool, (), (), self.note(self.bound.plan.scheme, full))
+        return Post(tag, priority, self.bound.landing.pool, (), (), self.note(self.bound.plan.scheme, full))
 
     def delivered(self, source: Source) -> Delivered:
         """What was sent, for the books."""
