@@ -83,6 +83,11 @@ def best_s(call: Callable[[], object]) -> float:
     return best
 
 
+def _short(name: str) -> str:
+    """A column's heading; the full name is in the JSON."""
+    return name.replace("entry_bytes", "bytes").replace("recall_", "rec. ").replace("selected_", "sel. ")
+
+
 def run(
     model: str, names: list[str], ratios: list[float], longest: int, num_rows: int, speed_tokens: int, kernels: Kernels
 ) -> dict[str, Any]:
@@ -109,7 +114,8 @@ def run(
             describe_s, select_s = speed(selector, shape, speed_tokens)
             row |= {"describe_us": describe_s * 1e6, "select_us": select_s * 1e6, "calibrate_s": calibrated_s}
             rows.append(row)
-    show(f"recall of attention mass, {model}, KV entries of {4 * spec.head_dim} bytes", rows)
+    title = f"recall of attention mass, {model}, KV entries of {4 * spec.head_dim} bytes"
+    show(title, [{_short(name): value for name, value in row.items()} for row in rows])
     about = {"model": model, "ratios": ratios, "longest": longest, "rows": num_rows, "speed_tokens": speed_tokens}
     return document("selection", about, rows)
 

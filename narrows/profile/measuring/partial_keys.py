@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrows.profile.measuring.samples import View
 
-NIBBLES = 12
+NIBBLES = 10
 VALUES = 16  # of a nibble
 LARGEST_PART = 16  # coordinates
 MOST_KEYS = 3072  # that k-means looks at
