@@ -272,7 +272,7 @@ def test_who_has_all_its_kv_does_not_wait_for_who_has_not(folder: Path, loaded: 
         while not any(e.kind is EventKind.DELIVERED for e in cluster.events):
             cluster.turn()
         cluster.submit(second)
-        rate[0] = 12
+        rate[0] = 4
         while not any(e.kind is EventKind.HANDOVER_DONE and e.request == "r1" for e in cluster.events):
             cluster.turn()
         rate[0] = 0

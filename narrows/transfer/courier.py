@@ -342,12 +342,12 @@ class Courier:
         assert parcel.bound is not None
         delivery = parcel.bound.delivery
         while True:
-            layers, tokens = delivery.take(EVERYTHING, proactive=False)
-            if not len(tokens):
+            entries = delivery.take(EVERYTHING, proactive=False)
+            if not len(entries[0]):
                 break
-            for layer in np.unique(layers):
-                chosen = layers == layer
-                self._push(parcel, PROACTIVE, Priority.PROACTIVE, layers[chosen], tokens[chosen])
+            for layer in np.unique(entries[0]):
+                chosen = entries[0] == layer
+                self._push(parcel, PROACTIVE, Priority.PROACTIVE, *(part[chosen] for part in entries))
         if parcel.note is not None and not parcel.begun and not delivery.num_left:
             self._begin(parcel, Priority.PROACTIVE)
 
@@ -398,7 +398,7 @@ class Courier:
             if not len(taken[1]):
                 return
             if parcel.begun:
-                parcel.credit -= len(taken[1])
+                parcel.credit -= len(taken[1]) / self._source.layout.num_kv_heads
             self._push(parcel, SPECULATIVE, Priority.SPECULATIVE, *taken)
 
     def _begin(self, parcel: Parcel, priority: Priority) -> None:
@@ -421,10 +421,9 @@ class Courier:
         """Tokens of one layer that are posted at once."""
         return max(1, window // 2 // self._source.layout.token_bytes)
 
-    def _push(self, parcel: Parcel, path: str, priority: Priority, layers: Ints, tokens: Ints) -> None:
+    def _push(self, parcel: Parcel, path: str, priority: Priority, *entries: Ints) -> None:
         assert parcel.bound is not None
-        parcel.wasted_entries += parcel.bound.delivery.repeats(layers, tokens)
-        self._post(parcel.bound.peer, parcel.kv_post(self._source, priority, layers, tokens), path, parcel)
+        self._post(parcel.bound.peer, parcel.kv_post(self._source, priority, *entries), path, parcel)
 
     def _post(
         self,

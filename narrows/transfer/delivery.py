@@ -1,7 +1,7 @@
 """One hand-over at the side that sends: which KV is ready, sent, fetched; and what goes next. Integers only.
 
 Every KV block is sent at most once by a push, proactive or speculative, most important first among those whose tokens
-are computed. Entries that decode fetched are remembered, so that a push leaves out tokens it has already.
+are computed. Entries that decode fetched are remembered, so that a push leaves them out.
 """
 
 from collections.abc import Sequence
@@ -48,12 +48,19 @@ class Delivery:
         """Whether the first layers, which decode reads whole, have been taken."""
         return not bool((self._pending < DENSE_LAYERS * self.num_blocks).any())
 
-    def take(self, max_tokens: int, *, proactive: bool, dense: bool = False) -> tuple[Ints, Ints]:
-        """The next ready blocks of at most `max_tokens` tokens together, at least one: their (layers, tokens), sorted.
+    def take(self, max_tokens: int, *, proactive: bool, dense: bool = False) -> tuple[Ints, Ints, Ints]:
+        """The next ready blocks of at most `max_tokens` tokens together, at least one, as KV entries (layers, tokens,
+        heads), sorted.
 
-        `proactive`: only what is to be pushed before decode begins; `dense`: only the first layers. What decode has
-        fetched is left out, so fewer tokens may come back, or none although blocks were taken; then take again.
+        `proactive`: only what is to be pushed before decode begins; `dense`: only the first layers. Entries that decode
+        has fetched are left out; blocks of which nothing is left are skipped.
         """
+        while True:
+            chosen, entries = self._take(max_tokens, proactive=proactive, dense=dense)
+            if len(entries[0]) or not chosen:
+                return entries
+
+    def _take(self, max_tokens: int, *, proactive: bool, dense: bool) -> tuple[int, tuple[Ints, Ints, Ints]]:
         pending = self._pending
         layers, blocks = np.divmod(pending, self.num_blocks)
         ready = self._edges[blocks + 1] <= self._stored[layers]
@@ -63,7 +70,7 @@ class Delivery:
             ready &= layers < DENSE_LAYERS
         chosen = np.flatnonzero(ready)
         if not len(chosen):
-            return _NONE, _NONE
+            return 0, (_NONE, _NONE, _NONE)
         sizes = np.cumsum(self._edges[blocks[chosen] + 1] - self._edges[blocks[chosen]])
         chosen = chosen[: max(1, int(np.searchsorted(sizes, max_tokens, side="right")))]
         self._pending = np.delete(pending, chosen)
@@ -73,19 +80,14 @@ class Delivery:
         first, stop = self._edges[blocks], self._edges[blocks + 1]
         tokens = spread(first, stop)
         layers = np.repeat(layers, stop - first)
-        missing = ~self._fetched[layers, tokens].all(axis=1)
-        layers, tokens = layers[missing], tokens[missing]
         self._sent[layers, tokens] = True
-        return layers, tokens
+        which, heads = np.nonzero(~self._fetched[layers, tokens])
+        return len(chosen), (layers[which], tokens[which], heads)
 
     def has_ready(self, *, proactive: bool) -> bool:
         layers, blocks = np.divmod(self._pending, self.num_blocks)
         ready = self._edges[blocks + 1] <= self._stored[layers]
         return bool((ready & self._proactive[self._pending] if proactive else ready).any())
-
-    def repeats(self, layers: Ints, tokens: Ints) -> int:
-        """Of these tokens, which are about to be pushed, the entries that decode has fetched."""
-        return int(self._fetched[layers, tokens].sum())
 
     def fetch(self, layer: int, positions: Sequence[npt.NDArray[np.int64]]) -> int:
         """Decode fetches these positions of each KV head; returns how many of them it was sent already."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from narrows.kv.layout import DENSE_LAYERS, MASK_LOCAL, KVLayout
+from narrows.kv.layout import DENSE_LAYERS, MASK_LOCAL
 
 Ints = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
@@ -65,19 +65,19 @@ def plan_copies(
     return Copies(sources[first], targets[first], counts * row_bytes)
 
 
-def plan_mask(target: KVLayout, layers: Ints, target_slots: Ints) -> Iterator[tuple[int, bytes]]:
-    """Mask updates (offset, bytes) that say of these slots, all heads, that their KV is there."""
-    heads = target.num_kv_heads
-    places = layers * target.num_slots + target_slots
+def plan_mask(layer_entries: int, layers: Ints, ids: Ints) -> Iterator[tuple[int, bytes]]:
+    """Mask updates (offset, bytes) that say of these KV entries, slot * heads + head, that they are there.
+
+    `layer_entries` is how many the target has in a layer."""
+    places = layers * layer_entries + ids
     if not len(places):
         return
     first = np.concatenate(([0], np.flatnonzero(np.diff(places) != 1) + 1))
     counts = np.diff(np.append(first, len(places)))
-    most = max(1, MASK_PUT_BYTES // heads)
-    local = bytes([MASK_LOCAL]) * (most * heads)
+    local = bytes([MASK_LOCAL]) * MASK_PUT_BYTES
     for place, count in zip(places[first].tolist(), counts.tolist(), strict=True):
-        for at in range(place, place + count, most):
-            yield at * heads, local[: min(most, place + count - at) * heads]
+        for at in range(place, place + count, MASK_PUT_BYTES):
+            yield at, local[: min(MASK_PUT_BYTES, place + count - at)]
 
 
 def spread(first: Ints, stop: Ints) -> Ints:

@@ -37,10 +37,10 @@ def test_every_token_of_every_layer_goes_once_whatever_the_steps(
         layer = int(random.integers(LAYERS))
         stored[layer] = min(tokens, stored[layer] + int(random.integers(1, 10)))
         parcel.store(layer, stored[layer])
-        layers, positions = parcel.take(batch, proactive=False)
+        layers, positions, heads = parcel.take(batch, proactive=False)
         assert all(p < stored[int(at)] for at, p in zip(layers, positions, strict=True)), "not computed yet"
-        sent += list(zip(layers.tolist(), positions.tolist(), strict=True))
-    assert sorted(sent) == [(layer, p) for layer in range(LAYERS) for p in range(tokens)]
+        sent += list(zip(layers.tolist(), positions.tolist(), heads.tolist(), strict=True))
+    assert sorted(sent) == [(layer, p, h) for layer in range(LAYERS) for p in range(tokens) for h in range(HEADS)]
 
 
 def test_blocks_go_in_their_order_and_only_those_to_be_pushed() -> None:
@@ -51,11 +51,11 @@ def test_blocks_go_in_their_order_and_only_those_to_be_pushed() -> None:
     parcel.push(8)
     taken = []
     while len(found := parcel.take(4, proactive=True)[1]):
-        assert len(found) == 4
+        assert len(found) == 4 * HEADS
         taken.append(parcel.pushed)
     assert len(taken) == 8 and parcel.num_left == 4
     # by hand: 3 blocks of 4 tokens a layer; the order after the first two layers is the one given
-    layers, tokens = parcel.take(4, proactive=False)
+    layers, tokens, _ = parcel.take(4, proactive=False)
     assert (layers[0] * 3 + tokens[0] // 4) == order[8]
 
 
@@ -63,14 +63,14 @@ def test_a_small_budget_takes_one_block_and_a_large_one_all_that_fit() -> None:
     parcel, _ = delivery(30, 3)  # blocks of ten tokens
     for layer in range(LAYERS):
         parcel.store(layer, 30)
-    assert [len(parcel.take(n, proactive=False)[1]) for n in (1, 10, 19, 20, 35)] == [10, 10, 10, 20, 30]
+    assert [len(parcel.take(n, proactive=False)[1]) // HEADS for n in (1, 10, 19, 20, 35)] == [10, 10, 10, 20, 30]
 
 
 def test_the_first_layers_alone_can_be_asked_for() -> None:
     parcel, _ = delivery(12, 3)
     parcel.store(1, 12)
     parcel.store(2, 12)
-    layers, _ = parcel.take(1000, proactive=False, dense=True)
+    layers, _, _ = parcel.take(1000, proactive=False, dense=True)
     assert set(layers.tolist()) == {1}
     assert not len(parcel.take(1000, proactive=False, dense=True)[1])
     parcel.store(0, 12)
@@ -85,16 +85,13 @@ def test_what_decode_fetched_is_left_out_and_what_crosses_twice_is_counted() -> 
     assert parcel.fetch(2, [some, some]) == 0
     assert parcel.fetch(3, [every, none]) == 0
     assert parcel.fetch(3, [np.array([0]), none]) == 1  # again
-    sent = {layer: [] for layer in range(LAYERS)}
-    repeats = 0
+    sent: dict[int, list[tuple[int, int]]] = {layer: [] for layer in range(LAYERS)}
     while parcel.num_left:
-        layers, tokens = parcel.take(3, proactive=False)
-        repeats += parcel.repeats(layers, tokens)
-        for layer, token in zip(layers.tolist(), tokens.tolist(), strict=True):
-            sent[layer].append(token)
-    assert sorted(sent[2]) == [0, 3, 4, 5, 6, 7]
-    assert sorted(sent[3]) == list(range(8)), "one head of them is still missing"
-    assert repeats == 8
+        for layer, token, head in zip(*(part.tolist() for part in parcel.take(3, proactive=False)), strict=True):
+            sent[layer].append((token, head))
+    assert sorted(sent[2]) == [(t, h) for t in (0, 3, 4, 5, 6, 7) for h in range(HEADS)]
+    assert sorted(sent[3]) == [(t, 1) for t in range(8)], "the other head has been fetched"
+    assert len(sent[0]) == len(sent[1]) == 16
     assert parcel.fetch(0, [np.array([5]), none]) == 1, "it has been pushed"
 
 
