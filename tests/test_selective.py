@@ -272,25 +272,19 @@ def test_who_has_all_its_kv_does_not_wait_for_who_has_not(folder: Path, loaded: 
         while not any(e.kind is EventKind.DELIVERED for e in cluster.events):
             cluster.turn()
         cluster.submit(second)
-        rate[0] = 4
-        while not any(e.kind is EventKind.HANDOVER_DONE and e.request == "r1" for e in cluster.events):
-            cluster.turn()
-        rate[0] = 0
-        before = len(cluster.tokens("r0"))
-        turned = iter(range(60))
-        original = cluster.between
+        rate[0], counts, original = 4, list[int](), cluster.between
 
         def between(waiting: InstanceId) -> None:
-            if next(turned, None) is None:
-                rate[0] = 10
-            time.sleep(0.005 if not rate[0] else 0.0)  # others' steps take at most as long as is waited
+            """From the first wait of the second request's first step on nothing moves for sixty turns."""
+            cluster.deliver()
+            counts.append(len(cluster.tokens("r0")))
+            rate[0] = 0 if len(counts) < 60 else 10
+            time.sleep(0.0 if rate[0] else 0.005)  # others' steps take at most as long as is waited
             original(waiting)
 
         cluster.between = between  # type: ignore[method-assign]
-        cluster.turn()
-        cluster.deliver()
-        assert len(cluster.tokens("r0")) - before > 5, "one step of the other, several of its own"
         cluster.run()
+        assert counts[59] - counts[0] > 5, "one step of the other, several of its own"
         assert cluster.tokens("r1") == local(CONFIG, (90, 120), looks_ahead=True)[1]
         assert cluster.tokens("r0")[:12] == local(CONFIG, (90, 120), looks_ahead=True)[0]
         assert_nothing_is_held(cluster)
