@@ -35,7 +35,7 @@ from narrows.runtime.cluster import LocalCluster
 from narrows.runtime.sizing import DTYPE_BYTES
 
 PATIENCE_S = 180.0  # without any event, beyond what the link needs, before a measurement is given up
-SETTLED_TOKENS = 16  # behind the delivery, of which the median gap is taken
+SETTLED_TOKENS = 48  # behind the delivery, of which the median gap is taken
 IDLE_POLL_S = 0.01
 LEAST_CONTEXT = 1024
 SPARE_PAGES = 8
