@@ -18,8 +18,9 @@ import numpy as np
 
 from narrows.bench.results import document, save, show
 from narrows.config import EngineConfig
+from narrows.kv.blocks import NUM_BLOCKS, blocks_for
 from narrows.models.catalog import resolve
-from narrows.profile.importance import NUM_BLOCKS, VERSION, Group, ImportanceProfile, blocks_for
+from narrows.profile.importance import VERSION, Group, ImportanceProfile
 from narrows.profile.measuring.importance import NUM_ROWS, Counted, TextRun, count_selections
 from narrows.profile.orders import on_demand_ratio, order_blocks
 from narrows.profile.smoothing import smooth

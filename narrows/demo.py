@@ -53,7 +53,8 @@ def demo(
     """
     selects = config.select != "none"
     config = replace(config, enable_prefix_caching=False)  # or the second answer would find the first one's KV
-    schemes = [SCHEMES["full"], *([config.scheme] if selects else [])]
+    chosen = SCHEMES["selective"] if config.transfer == "auto" else config.scheme
+    schemes = [SCHEMES["full"], *([chosen] if selects else [])]
     if selects and config.scheme.full:
         raise ConfigError("transfer: the demo compares with full transfer; choose another, or leave it out")
     config = with_narrow_link(config, num_tokens) if selects else config

@@ -25,7 +25,7 @@ from narrows.errors import ConfigError
 from narrows.models.fingerprint import folder_fingerprint
 from narrows.models.spec import ModelSpec, read_spec
 from narrows.profile import importance, timing
-from narrows.profile.importance import NUM_BLOCKS, ImportanceProfile
+from narrows.profile.importance import ImportanceProfile
 from narrows.profile.measuring.texts import read_texts
 from narrows.profile.timing import Timing
 from narrows.runtime.files import ProfileFiles

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "narrows"
 
 # A layer is the first entry whose modules (or packages) contain a module, hence parts of a package stand before it.
 # core and errors may be imported by all, cache by those that keep something between runs.
-KV_INTEGERS = ("kv.layout", "kv.allocator", "kv.prefix", "kv.table", "kv.cache")
+KV_INTEGERS = ("kv.layout", "kv.blocks", "kv.allocator", "kv.prefix", "kv.table", "kv.cache")
 DECIDING = ("core", *KV_INTEGERS, "sched", "transfer.plan", "metrics", "profile")
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "select": ("select", "kv.layout", "kernels"),
     "parallel": ("parallel", "kernels"),
     "models": ("models", "attention", "select", "parallel", "kernels", "cache"),
-    "transfer": ("transfer", "kv.layout"),
+    "transfer": ("transfer", "kv.layout", "kv.blocks"),
     "runtime.client": (),
     "runtime": (
         *("runtime", "kv", "sched", "transfer", "metrics", "profile", "kernels", "attention", "select", "parallel"),

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.errors import ConfigError
+from narrows.kv.blocks import NUM_BLOCKS, block_edges
 from narrows.kv.layout import DENSE_LAYERS
 from narrows.profile import file
 
@@ -21,23 +22,6 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 KIND, VERSION = "importance", 1
-NUM_BLOCKS = 1024  # a layer (the paper's 1K)
-LEAST_TOKENS = 8  # of a block: smaller ones cost more frames and mask updates and order nothing better
-
-
-def blocks(num_tokens: int, num_blocks: int = NUM_BLOCKS) -> IntArray:
-    """Edges [M + 1] of a prompt's KV blocks: block m holds tokens edges[m] to edges[m + 1] - 1.
-
-    `num_blocks` runs whose lengths differ by at most one token; one a token where the prompt is shorter than that.
-    """
-    assert num_tokens >= 1 and num_blocks >= 1, (num_tokens, num_blocks)
-    count = min(num_blocks, num_tokens)
-    return np.arange(count + 1, dtype=np.int64) * num_tokens // count
-
-
-def blocks_for(num_tokens: int, most: int = NUM_BLOCKS) -> int:
-    """M of a prompt: `most`, fewer for a prompt that has less than LEAST_TOKENS for each."""
-    return max(1, min(most, -(-num_tokens // LEAST_TOKENS)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +43,7 @@ class Group:
         With the counts of one prompt, this is the order that knows the future of that prompt (`oracle`).
         """
         assert counts.ndim == 2 and num_queries >= 1
-        edges = blocks(counts.shape[1], num_blocks)
+        edges = block_edges(counts.shape[1], num_blocks)
         matrix = np.add.reduceat(counts.astype(np.float64), edges[:-1], axis=1) / (np.diff(edges) * num_queries)
         matrix[:DENSE_LAYERS] = np.inf
         return cls(counts.shape[1], matrix.astype(np.float32))

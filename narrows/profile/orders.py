@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from narrows.kv.blocks import block_edges
 from narrows.kv.layout import DENSE_LAYERS
-from narrows.profile.importance import FloatArray, IntArray, blocks
+from narrows.profile.importance import FloatArray, IntArray
 
 Order = Literal["profile", "sequential", "random", "streaming"]
 SINK_BLOCKS = 4  # at one token a block these are the four tokens that StreamingLLM keeps (section 3.2 there)
@@ -62,6 +63,6 @@ def on_demand_ratio(
     num_blocks = len(order) // num_layers
     remote = np.ones(num_layers * num_blocks, dtype=np.bool_)
     remote[order[:num_pushed]] = False
-    per_block = np.add.reduceat(counts, blocks(num_tokens, num_blocks)[:-1], axis=1)[DENSE_LAYERS:]
+    per_block = np.add.reduceat(counts, block_edges(num_tokens, num_blocks)[:-1], axis=1)[DENSE_LAYERS:]
     fetched = per_block[remote.reshape(num_layers, num_blocks)[DENSE_LAYERS:]].sum()
     return float(fetched / max(1, per_block.sum()))

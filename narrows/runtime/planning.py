@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from narrows.core.scheme import Scheme
 from narrows.errors import ConfigError
-from narrows.profile.importance import NUM_BLOCKS, ImportanceProfile, IntArray, blocks_for
+from narrows.kv.blocks import NUM_BLOCKS, blocks_for
+from narrows.profile.importance import ImportanceProfile, IntArray
 from narrows.profile.orders import order_blocks
 from narrows.profile.timing import Timing, Work
 from narrows.transfer.parcel import Plan

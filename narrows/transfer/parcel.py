@@ -9,10 +9,11 @@ import numpy.typing as npt
 from narrows.core.plan import Landing
 from narrows.core.scheme import Scheme
 from narrows.core.wire import Delivered
+from narrows.kv.blocks import block_edges
 from narrows.kv.layout import DENSE_LAYERS, KVLayout, MetadataRows
 from narrows.transfer.base import Copy, PeerName, Post, PostId, Priority, Put, Region, Tag
 from narrows.transfer.delivery import Delivery
-from narrows.transfer.plan import Ints, block_edges, plan_copies, plan_mask
+from narrows.transfer.plan import Ints, plan_copies, plan_mask
 
 Key = tuple[str, int]  # request and generation
 

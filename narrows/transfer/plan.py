@@ -18,13 +18,6 @@ Slots = npt.NDArray[np.int32]
 MASK_PUT_BYTES = 1024  # longer mask updates are split, so that each fits a frame
 
 
-def block_edges(num_tokens: int, num_blocks: int) -> Ints:
-    """Token edges [M + 1] of M = min(num_blocks, num_tokens) blocks, whose sizes differ by at most one token."""
-    assert num_tokens > 0 and num_blocks > 0
-    count = min(num_blocks, num_tokens)
-    return np.arange(count + 1, dtype=np.int64) * num_tokens // count
-
-
 def num_pushed(num_layers: int, num_blocks: int, prefill_s: float, transfer_s: float) -> int:
     """Kr of equation 2: how many of the num_layers * num_blocks KV blocks can cross while prefill still computes.
 

@@ -53,9 +53,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("select", ["infinigen", "hata", "quest", "exact", "streaming"])
 def test_schemes_and_links_change_no_token(folder: Path, transport: str, select: str) -> None:
-    """Every selector: full transfer over an open link, then every scheme over a slow one, in one cluster. Compared are the
-    log probabilities of each token and its rivals, all computed from the same tokens: to the bit, as is the noise floor,
-    the same run twice."""
+    """Every selector: full transfer over an open link, then every scheme over a slow one, in one cluster. Compared are
+    the log probabilities of each token and its rivals, all computed from the same tokens: to the bit, as is the noise
+    floor, the same run twice."""
     params = replace(GREEDY, logprobs=5)
     with LLM(str(folder), select=select, transfer="full", transport=transport, **SETTINGS) as llm:
         want, again = ([answer.tokens for answer in llm.generate(PROMPTS, params)] for _ in range(2))

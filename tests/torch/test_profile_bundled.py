@@ -15,10 +15,11 @@ import torch
 
 from narrows import kernels
 from narrows.kernels.base import Kernels
+from narrows.kv.blocks import blocks_for
 from narrows.models.catalog import resolve
 from narrows.models.layers.decoder import Model
 from narrows.models.load import load_model
-from narrows.profile.importance import VERSION, Group, ImportanceProfile, IntArray, blocks_for
+from narrows.profile.importance import VERSION, Group, ImportanceProfile, IntArray
 from narrows.profile.measuring.importance import NUM_ROWS, TextRun
 from narrows.profile.orders import on_demand_ratio, order_blocks
 from narrows.profile.smoothing import smooth

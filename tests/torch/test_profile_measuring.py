@@ -12,9 +12,9 @@ from torch import Tensor
 from narrows.errors import ConfigError
 from narrows.kernels.base import PagedBatch
 from narrows.kernels.reference import ReferenceKernels
+from narrows.kv.blocks import block_edges
 from narrows.models.layers.decoder import Model
 from narrows.models.load import load_model
-from narrows.profile.importance import blocks
 from narrows.profile.measuring import timing
 from narrows.profile.measuring.importance import NUM_ROWS, TextRun, fit_groups, measure_importance
 from narrows.profile.measuring.steps import prefill_step
@@ -182,7 +182,7 @@ def test_importance_of_a_planted_selection_in_closed_form(model: Model) -> None:
         expected[2, chosen] = 1.0
         expected[3, chosen] = [1, 1, 1, 0.5]
         expected[2:] = smooth(expected[2:])
-        starts = blocks(group.num_tokens, 64)
+        starts = block_edges(group.num_tokens, 64)
         means = [expected[:, a:b].mean(axis=1) for a, b in pairwise(starts)]
         np.testing.assert_allclose(group.matrix, np.stack(means, axis=1), rtol=1e-6)
     assert said[-1] == (400, 400) and said == sorted(said)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from narrows.errors import ConfigError
-from narrows.profile.importance import VERSION, Group, ImportanceProfile, blocks, blocks_for
+from narrows.kv.blocks import block_edges, blocks_for
+from narrows.profile.importance import VERSION, Group, ImportanceProfile
 from narrows.profile.orders import on_demand_ratio, order_blocks
 from narrows.profile.smoothing import smooth
 
@@ -23,7 +24,7 @@ def profile(*lengths: int, num_layers: int = 4, num_blocks: int = 8, seed: int =
 
 @given(st.integers(1, 5000), st.integers(1, 1100))
 def test_blocks_cover_the_prompt_in_runs_of_equal_length(num_tokens: int, num_blocks: int) -> None:
-    edges = blocks(num_tokens, num_blocks)
+    edges = block_edges(num_tokens, num_blocks)
     assert edges[0] == 0 and edges[-1] == num_tokens
     assert len(edges) - 1 == min(num_blocks, num_tokens)
     sizes = set(np.diff(edges).tolist())

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrows.errors import TransportError
+from narrows.kv.blocks import block_edges
 from narrows.transfer.delivery import Delivery
 from narrows.transfer.meter import LinkMeter
-from narrows.transfer.plan import block_edges
 from narrows.transfer.positions import decode_positions, encode_positions
 from narrows.transfer.staging import StagingRing
 

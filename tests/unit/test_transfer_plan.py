@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.kv.layout import MASK_LOCAL, KVLayout
-from narrows.transfer.plan import block_edges, num_pushed, plan_copies, plan_mask, spread
+from narrows.transfer.plan import num_pushed, plan_copies, plan_mask, spread
 
 LAYERS, HEADS, DIM, DTYPE_BYTES, PAGE = 4, 3, 8, 2, 4
 
@@ -62,15 +62,6 @@ def test_long_mask_updates_are_split_so_that_each_fits_a_frame() -> None:
     assert max(len(data) for _, data in puts) <= 1024
     assert b"".join(data for _, data in puts) == bytes([MASK_LOCAL]) * 9000
     assert [offset for offset, _ in puts] == list(range(1500, 1500 + 9000, len(puts[0][1])))
-
-
-@given(st.integers(1, 5000), st.integers(1, 2000))
-def test_blocks_are_equal_runs_that_cover_the_prompt(num_tokens: int, num_blocks: int) -> None:
-    edges = block_edges(num_tokens, num_blocks)
-    sizes = np.diff(edges)
-    assert edges[0] == 0 and edges[-1] == num_tokens
-    assert len(sizes) == min(num_tokens, num_blocks)
-    assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
 
 
 @pytest.mark.parametrize(

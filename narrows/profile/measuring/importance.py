@@ -21,9 +21,10 @@ from torch import Tensor
 from narrows.attention.base import PagedAttention
 from narrows.errors import ConfigError
 from narrows.kernels.base import Kernels, PagedBatch
+from narrows.kv.blocks import NUM_BLOCKS
 from narrows.kv.layout import DENSE_LAYERS, pages_for
 from narrows.models.layers.decoder import Model
-from narrows.profile.importance import NUM_BLOCKS, VERSION, Group, ImportanceProfile, IntArray
+from narrows.profile.importance import VERSION, Group, ImportanceProfile, IntArray
 from narrows.profile.measuring.steps import decode_rows, prefill_step
 from narrows.profile.smoothing import smooth
 from narrows.select.base import Selector
