@@ -22,6 +22,7 @@ from narrows import __version__
 from narrows.cache import cache_root, make_once
 from narrows.config import EngineConfig
 from narrows.errors import ConfigError
+from narrows.kv.blocks import NUM_BLOCKS
 from narrows.models.fingerprint import folder_fingerprint
 from narrows.models.spec import ModelSpec, read_spec
 from narrows.profile import importance, timing
