@@ -52,7 +52,6 @@ CONNECT_TIMEOUT_S = 2.0
 FULL_FROM = 0.95  # an adaptive hand-over is full when at least this part of it crosses during prefill
 WINDOW_S = 0.03  # how much of the link's time is handed to the transport ahead
 LEAST_WINDOW, MOST_WINDOW = 32 * 1024, 16 * 2**20
-EVERYTHING = 1 << 60
 ENDINGS_KEPT = 4096  # of hand-overs that are over, for fetches that cross with the last of the KV
 
 _log = logging.getLogger(__name__)
@@ -341,13 +340,12 @@ class Courier:
     def _advance_full(self, parcel: Parcel) -> None:
         assert parcel.bound is not None
         delivery = parcel.bound.delivery
-        while True:
-            entries = delivery.take(EVERYTHING, proactive=False)
-            if not len(entries[0]):
-                break
-            for layer in np.unique(entries[0]):
-                chosen = entries[0] == layer
-                self._push(parcel, PROACTIVE, Priority.PROACTIVE, *(part[chosen] for part in entries))
+        for layer in range(self._source.layout.num_layers):
+            tokens = delivery.take_layer(layer)
+            if len(tokens):
+                self._push(
+                    parcel, PROACTIVE, Priority.PROACTIVE, np.full(len(tokens), layer, dtype=np.int64), tokens, None
+                )
         if parcel.note is not None and not parcel.begun and not delivery.num_left:
             self._begin(parcel, Priority.PROACTIVE)
 
@@ -421,9 +419,11 @@ class Courier:
         """Tokens of one layer that are posted at once."""
         return max(1, window // 2 // self._source.layout.token_bytes)
 
-    def _push(self, parcel: Parcel, path: str, priority: Priority, *entries: Ints) -> None:
+    def _push(
+        self, parcel: Parcel, path: str, priority: Priority, layers: Ints, tokens: Ints, heads: Ints | None
+    ) -> None:
         assert parcel.bound is not None
-        self._post(parcel.bound.peer, parcel.kv_post(self._source, priority, *entries), path, parcel)
+        self._post(parcel.bound.peer, parcel.kv_post(self._source, priority, layers, tokens, heads), path, parcel)
 
     def _post(
         self,

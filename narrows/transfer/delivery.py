@@ -89,6 +89,16 @@ class Delivery:
         ready = self._edges[blocks + 1] <= self._stored[layers]
         return bool((ready & self._proactive[self._pending] if proactive else ready).any())
 
+    def take_layer(self, layer: int) -> Ints:
+        """Tokens of a layer that are stored and not sent, all heads: for a hand-over that sends everything anyway."""
+        stop = int(self._stored[layer])
+        tokens = np.flatnonzero(~self._sent[layer, :stop])
+        if len(tokens):
+            self._sent[layer, :stop] = True
+            if self._sent.all():
+                self.pushed, self._pending = len(self._order), _NONE
+        return tokens
+
     def fetch(self, layer: int, positions: Sequence[npt.NDArray[np.int64]]) -> int:
         """Decode fetches these positions of each KV head; returns how many of them it was sent already."""
         repeats = 0

@@ -96,22 +96,20 @@ class Parcel:
         target = layout.resized(landing.num_slots // layout.page_size)
         self.bound = Bound(landing, target, slots, peer, plan, delivery)
 
-    def kv_post(self, source: Source, priority: Priority, layers: Ints, tokens: Ints, heads: Ints) -> Post:
-        """These KV entries, then the mask updates that say so (section 4.2)."""
+    def kv_post(self, source: Source, priority: Priority, layers: Ints, tokens: Ints, heads: Ints | None) -> Post:
+        """These KV entries (None: of all heads), then the mask updates that say so (section 4.2)."""
         bound = self.bound
         assert bound is not None
-        here, there, each = source.layout, bound.layout, source.layout.num_kv_heads
-        targets = bound.slots[tokens] * each + heads
-        copies = plan_copies(
-            here.entry_bytes,
-            here.layer_bytes,
-            there.layer_bytes,
-            layers,
-            self.slots[tokens] * each + heads,
-            targets,
-        )
-        mask = bound.landing.mask
-        puts = tuple(Put(mask, offset, data) for offset, data in plan_mask(there.num_slots * each, layers, targets))
+        here, there, num_heads = source.layout, bound.layout, source.layout.num_kv_heads
+        sources, targets = self.slots[tokens], bound.slots[tokens]
+        if heads is None:
+            row_bytes, each = here.token_bytes, num_heads
+        else:
+            row_bytes, each = here.entry_bytes, 1
+            sources, targets = sources * num_heads + heads, targets * num_heads + heads
+        copies = plan_copies(row_bytes, here.layer_bytes, there.layer_bytes, layers, sources, targets)
+        marks = plan_mask(there.num_slots * num_heads, layers, targets * each, each)
+        puts = tuple(Put(bound.landing.mask, offset, data) for offset, data in marks)
         layer = int(layers[0]) if layers[0] == layers[-1] else -1
         copy = Copy(source.pool, copies.source_offsets, copies.target_offsets, copies.lengths)
         return Post(Tag(*self.key, layer), priority, bound.landing.pool, (copy,), puts)

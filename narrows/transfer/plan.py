@@ -58,15 +58,15 @@ def plan_copies(
     return Copies(sources[first], targets[first], counts * row_bytes)
 
 
-def plan_mask(layer_entries: int, layers: Ints, ids: Ints) -> Iterator[tuple[int, bytes]]:
-    """Mask updates (offset, bytes) that say of these KV entries, slot * heads + head, that they are there.
+def plan_mask(layer_entries: int, layers: Ints, ids: Ints, each: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Mask updates (offset, bytes) that say of KV entries that they are there: of `each` entries from every id on.
 
-    `layer_entries` is how many the target has in a layer."""
+    An id is slot * heads + head; `layer_entries` is how many the target has in a layer."""
     places = layers * layer_entries + ids
     if not len(places):
         return
-    first = np.concatenate(([0], np.flatnonzero(np.diff(places) != 1) + 1))
-    counts = np.diff(np.append(first, len(places)))
+    first = np.concatenate(([0], np.flatnonzero(np.diff(places) != each) + 1))
+    counts = np.diff(np.append(first, len(places))) * each
     local = bytes([MASK_LOCAL]) * MASK_PUT_BYTES
     for place, count in zip(places[first].tolist(), counts.tolist(), strict=True):
         for at in range(place, place + count, MASK_PUT_BYTES):

@@ -95,6 +95,18 @@ def test_what_decode_fetched_is_left_out_and_what_crosses_twice_is_counted() -> 
     assert parcel.fetch(0, [np.array([5]), none]) == 1, "it has been pushed"
 
 
+def test_a_layer_taken_whole_leaves_out_what_was_sent() -> None:
+    parcel, _ = delivery(10, 5)
+    parcel.store(0, 6)
+    assert parcel.take(2, proactive=False)[1].tolist() == [0] * HEADS + [1] * HEADS
+    assert parcel.take_layer(0).tolist() == [2, 3, 4, 5]
+    assert not len(parcel.take_layer(0)) and not len(parcel.take_layer(1))
+    for layer in range(LAYERS):
+        parcel.store(layer, 10)
+    assert [len(parcel.take_layer(layer)) for layer in range(LAYERS)] == [4, 10, 10, 10]
+    assert parcel.num_left == 0 and parcel.pushed == 20
+
+
 # ---- positions
 
 

@@ -84,3 +84,9 @@ def test_ranges_are_spread_one_after_the_other(ranges: list[tuple[int, int]]) ->
     first = np.array([a for a, _ in ranges], dtype=np.int64)
     stop = np.array([a + n for a, n in ranges], dtype=np.int64)
     assert spread(first, stop).tolist() == [x for a, n in ranges for x in range(a, a + n)]
+
+
+def test_whole_tokens_are_marked_head_by_head() -> None:
+    """By hand: 10 slots of 3 heads a layer; slots 4, 5 and 8 of layer 1 are entries 30 + 12 to 17 and 24 to 26."""
+    layers, slots = np.array([1, 1, 1]), np.array([4, 5, 8])
+    assert list(plan_mask(30, layers, slots * 3, 3)) == [(42, bytes([MASK_LOCAL]) * 6), (54, bytes([MASK_LOCAL]) * 3)]
