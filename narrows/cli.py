@@ -178,7 +178,7 @@ def _standard_input() -> str:
 
 
 @main.command()
-@click.option("--tokens", type=int, default=4000, show_default=True, help="Length of the long prompt.")
+@click.option("--tokens", type=int, default=2000, show_default=True, help="Length of the long prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Longest answer.")
 @json_option("Write the figures here.")
 @click.option(
