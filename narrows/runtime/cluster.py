@@ -21,7 +21,7 @@ from narrows.core.request import FinishReason, Request
 from narrows.core.scheme import Scheme
 from narrows.core.trace import Span
 from narrows.core.wire import Adopt, Prefill, Ready, Refused, Shutdown, Traced
-from narrows.errors import NarrowsError, RequestError, TransportError, Unavailable
+from narrows.errors import ConfigError, NarrowsError, RequestError, TransportError, Unavailable
 from narrows.kernels.build import prepare
 from narrows.metrics.export import PrometheusExporter
 from narrows.metrics.trace import write_chrome_trace
@@ -59,6 +59,8 @@ def open_cluster(
 
     Returns while they load: see `wait_ready`. Raises ModelError and ConfigError before anything is started.
     """
+    if config.trace is not None:
+        _check_writable(Path(config.trace))
     folder = resolve(config.model, progress=progress)
     spec = read_spec(folder)
     sizes = plan_sizes(config, spec)
@@ -68,6 +70,16 @@ def open_cluster(
     files = ProfileFiles() if ensure_files is None else ensure_files(config, folder)
     model = ServedModel(name, str(folder), sizes.max_model_len, spec.vocab_size)
     return LocalCluster(config, model, observers=observers, files=files)
+
+
+def _check_writable(trace: Path) -> None:
+    """The timeline is written at the end, which is too late to hear that it can not be."""
+    try:
+        trace.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"trace: {trace} can not be written: {error.strerror}; name a file in a folder that exists and is yours"
+        ) from error
 
 
 class StartFailed(NarrowsError):
