@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import queue
 import sys
 import time
@@ -21,6 +22,7 @@ from narrows.metrics.definitions import RequestMetrics, measure
 from narrows.profiles import ensure_files
 from narrows.runtime.client import Client, Output
 from narrows.runtime.cluster import LocalCluster, open_cluster
+from narrows.runtime.launch_local import DECISIONS
 from narrows.server.stream import TextStream
 from narrows.server.tokenizer import Tokenizer
 
@@ -74,6 +76,7 @@ def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
     from narrows.server.serve import bind
     from narrows.server.serve import serve as run_server
 
+    DECISIONS.setLevel(logging.INFO)  # which way KV goes and why is news to whoever runs a server
     began = time.monotonic()
     listener = bind(server.host, server.port)
     with started(config, timeout_s=timeout_s) as (cluster, tokenizer):

@@ -1,5 +1,6 @@
 """Instances as processes of this machine."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from narrows.runtime.files import ProfileFiles
 # compute at once on the same cores then wait out each other's time slices at every barrier; too short, and every
 # barrier costs a sleep.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
+DECISIONS = logging.getLogger("narrows.transfer")  # whoever wants instances to log their decisions enables it
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
@@ -57,6 +59,7 @@ class Launcher:
             "transport": self.config.transport_kind,
             "secret": self.secret,
             "files": self.files,
+            "verbose": DECISIONS.isEnabledFor(logging.INFO),
         }
         paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(

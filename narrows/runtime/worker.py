@@ -55,6 +55,7 @@ class WorkerSpec:
     transport: str
     secret: str
     files: ProfileFiles
+    verbose: bool  # log what is decided and not warnings alone
 
 
 class StoppableChannel:
@@ -73,8 +74,9 @@ class StoppableChannel:
 
 def main() -> None:
     """Serve until told to stop. Exits 1 after reporting why it could not start or go on."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+    level = logging.INFO if spec.verbose else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = ZmqChannel(context, spec.hub, spec.name, spec.incarnation)
