@@ -322,6 +322,9 @@ def accepts(url: httpx.URL) -> bool:
 class Failing(FakeClient):
     """A cluster that fails for good after it was asked twice."""
 
+    def reload(self) -> None:
+        raise AssertionError("nobody has sent SIGHUP")
+
     asked = 0
 
     @property
