@@ -60,7 +60,7 @@ bench: $(VENV)/.dev
 	@mkdir -p results
 	@$(BIN)/python -m narrows bench transport --json results/transport.json
 	@$(BIN)/python -m narrows bench engine --json results/engine.json
-	@$(BIN)/python -m narrows bench handover --json results/handover.json --png results/handover.png
+	@$(BIN)/python -m narrows bench handover --threads 1 --prompt-tokens 2048 --json results/handover.json --png results/handover.png
 
 bench-smartgen: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.smartgen --out results/smartgen $(ARGS)
