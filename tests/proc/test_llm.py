@@ -143,5 +143,5 @@ def test_what_is_wrong_is_said(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_timeline_that_can_not_be_written_is_said_before_anything_starts(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trace: .*can not be written"):
+    with pytest.raises(ConfigError, match=r"trace: .*can not be written"):
         LLM(str(tiny), trace=str(tmp_path / "missing" / "trace.json"))
