@@ -86,7 +86,8 @@ class Reading:
     counts: Tensor  # [rows] int32
     split: Split | None = None
     remote_ids: Tensor | None = None  # [rows, most remote] int32
-    workspace: Tensor | None = None  # [rows, k, E]
+    landing: Tensor | None = None  # [rows, k, E], where answers are written
+    workspace: Tensor | None = None  # [rows, k, E], the same memory unless staged
     ticket: int | None = None
 
 
@@ -210,7 +211,7 @@ class SelectiveAttention:
         self.counts.fetched += split.num_remote.view(-1, heads).sum(dim=1)
         entries = self._pool[layer]
         row_bytes = ids.shape[1] * entries.shape[-1] * entries.element_size()
-        landing = self._landing(layer, (*ids.shape, entries.shape[-1]))
+        landing = reading.landing = self._landing(layer, (*ids.shape, entries.shape[-1]))
         reading.workspace = torch.empty_like(landing) if self._staged else landing
         if not self._step.parallel_lanes:
             self._gather_local(layer, reading)
@@ -264,8 +265,8 @@ class SelectiveAttention:
         broken, delivered = self._remote.wait(reading.ticket)
         if self._staged:
             remote = torch.arange(ids.shape[1]) < split.num_remote[:, None]
-            landed = self._landing(layer, workspace.shape)
-            workspace[:, : ids.shape[1]][remote] = landed[:, : ids.shape[1]][remote]
+            assert reading.landing is not None
+            workspace[:, : ids.shape[1]][remote] = reading.landing[:, : ids.shape[1]][remote]
         heads = len(ids) // len(self.counts.selected)
         for request in sorted(delivered):
             rows = slice(request * heads, (request + 1) * heads)

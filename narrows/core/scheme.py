@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-ORDERS = ("profile", "sequential", "random", "streaming")
-
 
 @dataclass(frozen=True, slots=True)
 class Scheme:

@@ -84,11 +84,6 @@ class Delivery:
         which, heads = np.nonzero(~self._fetched[layers, tokens])
         return len(chosen), (layers[which], tokens[which], heads)
 
-    def has_ready(self, *, proactive: bool) -> bool:
-        layers, blocks = np.divmod(self._pending, self.num_blocks)
-        ready = self._edges[blocks + 1] <= self._stored[layers]
-        return bool((ready & self._proactive[self._pending] if proactive else ready).any())
-
     def take_layer(self, layer: int) -> Ints:
         """Tokens of a layer that are stored and not sent, all heads: for a hand-over that sends everything anyway."""
         stop = int(self._stored[layer])

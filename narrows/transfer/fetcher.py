@@ -109,7 +109,7 @@ class Fetcher:
                     raise PeerLost(peer, "it is gone")
                 self._transport.send(peer, encode(Fetch(number, layer, region.key, tuple(items))))
             except PeerLost:
-                self._break(ticket, peer)
+                ticket.broken.update(ticket.owed.pop(peer, ()))  # nothing was asked: nothing will be written
         return number
 
     def wait(self, ticket: int) -> tuple[set[int], set[int]]:
@@ -124,7 +124,8 @@ class Fetcher:
             if events or self._transport.stats.received_bytes != received:
                 heard_s, received = now_s, self._transport.stats.received_bytes
             elif now_s - heard_s > self._patience_s:
-                self._give_up(ticket, open_ticket)
+                for peer in list(open_ticket.owed):
+                    self._break(ticket, open_ticket, peer)
             elif open_ticket.owed:
                 self.wait_for_news(self._patience_s / 4)
         del self._tickets[ticket]
@@ -162,8 +163,8 @@ class Fetcher:
             return True
         if isinstance(event, PeerGone):
             self._lost.add(event.peer)
-            for ticket in self._tickets.values():
-                self._break(ticket, event.peer)
+            for number, ticket in self._tickets.items():
+                self._break(number, ticket, event.peer)
         return False
 
     def _on_answer(self, peer: PeerName, number: int | None, frame: bytes) -> None:
@@ -178,7 +179,7 @@ class Fetcher:
         if isinstance(message, Fetched | Refusal):
             number = message.ticket
         tickets = self._tickets if number is None else {number: self._tickets.get(number)}
-        for ticket in tickets.values():
+        for name, ticket in tickets.items():
             if ticket is None or peer not in ticket.owed:
                 continue  # given up meanwhile
             if isinstance(message, Fetched):
@@ -193,17 +194,16 @@ class Fetcher:
                 if self._tracer is not None:
                     self._tracer.add(FETCH, f"layer {ticket.layer}", ticket.sent_s, layer=ticket.layer)
             else:
-                self._break(ticket, peer)
+                self._break(name, ticket, peer)
 
-    def _break(self, ticket: _Ticket, peer: PeerName) -> None:
-        ticket.broken.update(ticket.owed.pop(peer, ()))
-
-    def _give_up(self, number: int, ticket: _Ticket) -> None:
-        """Nothing was heard for too long. A late answer may still be written where this one was to land."""
-        for peer in list(ticket.owed):
+    def _break(self, number: int, ticket: _Ticket, peer: PeerName) -> None:
+        """What this peer owes will not be taken any more. Its answer may still be written, where the transport can not
+        refuse it: so nothing else lands there again."""
+        owed = ticket.owed.pop(peer, None)
+        if owed is not None:
+            ticket.broken.update(owed)
             self._transport.revoke(f"{FETCH_TAG}{peer}", number)
-            self._break(ticket, peer)
-        self._memory[ticket.layer % 2] = None
+            self._memory[ticket.layer % 2] = None
 
     def _end_idle_window(self) -> None:
         if self._idle_since_s is not None:
