@@ -322,23 +322,25 @@ def bench_select(bench: Bench) -> None:
             ),
             num_bytes=rows * chosen * entry_bytes,
         )
+        whole = paged([length] * batch_size, [1] * batch_size)
         together = torch.empty(rows, chosen, 2 * HEAD_DIM).bfloat16()
+        states = torch.ones(num_slots * KV_HEADS, dtype=torch.int8)
         bench.row(
-            f"gather {batch_size} x {chosen} of {length}",
-            lambda pools=pools, ids=ids, num=num, together=together: kernels.gather(
-                next(pools).view(-1, 2 * HEAD_DIM), ids, num, together
+            f"locate {batch_size} x {chosen} of {length}",
+            lambda positions=positions, num=num, whole=whole, states=states: kernels.locate(
+                positions, num, whole, states
             ),
-            num_bytes=2.0 * rows * chosen * entry_bytes,
-            torch_call=lambda pools=pools, ids=ids, together=together: torch.index_select(
-                next(pools).view(-1, 2 * HEAD_DIM), 0, ids.flatten(), out=together.view(-1, 2 * HEAD_DIM)
-            ),
+            num_bytes=rows * chosen * 17.0,
         )
         bench.row(
-            f"scatter {batch_size} x {chosen} of {length}",
-            lambda pools=pools, ids=ids, num=num, together=together: kernels.scatter(
-                next(pools).view(-1, 2 * HEAD_DIM), ids, num, together
+            f"keep {batch_size} x {chosen} of {length}",
+            lambda pools=pools, ids=ids, num=num, together=together, states=states: kernels.keep(
+                next(pools).view(-1, 2 * HEAD_DIM), states, ids, num, together
             ),
             num_bytes=2.0 * rows * chosen * entry_bytes,
+            torch_call=lambda pools=pools, ids=ids, together=together: (
+                next(pools).view(-1, 2 * HEAD_DIM).index_copy_(0, ids.flatten(), together.view(-1, 2 * HEAD_DIM))
+            ),
         )
 
 

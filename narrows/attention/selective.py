@@ -1,11 +1,11 @@
 """Attention over what a selector picked, where part of it may still be at prefill (SmartGen section 4.2).
 
-    select ──▶ split by mask, remote first ──┬──▶ fetch the remote lane    ──┐
-                (Algorithm 1)                └──▶ gather the local lane      ├──▶ attend ──▶ keep what came
-                                                                          ──┘
-A row of the workspace holds [remote | local | newest] entries; remote ones land there contiguously, so nothing is
-scattered behind their arrival. Attention reads a row in the order of positions whatever its layout is, so the bits of
-the result do not depend on what was remote. While nothing is remote it reads the pool itself, in the same order.
+    select ──▶ split by mask, remote first ──┬──▶ fetch the remote lane ──▶ keep what came ──┐
+                (Algorithm 1)                └──▶ (the local lane stays where it lies)      ──┴──▶ attend
+
+The paper gathers the local lane into the rows where the remote one lands, since its attention kernels want contiguous
+rows. Ours read the pool by index, so there is nothing to gather: what was fetched is put in its place, which has to be
+done anyhow, and then the pool is read in the order of positions, the same bits whatever was remote.
 
 Legend: R requests, rows = R * Hkv, k selected entries of a row, E entry size. An entry's *id* is slot * Hkv + head.
 """
@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrows.core.trace import GATHER, Tracer
-from narrows.kernels.base import Kernels, PagedBatch
-from narrows.kv.layout import DENSE_LAYERS, MASK_ABSENT, MASK_LOCAL, MASK_REMOTE
+from narrows.core.trace import KEEP, Tracer
+from narrows.kernels.base import Kernels, Located, PagedBatch
+from narrows.kv.layout import DENSE_LAYERS, MASK_LOCAL
 from narrows.select.base import KVIndex, Selector
 
 Positions = npt.NDArray[np.int64]
@@ -59,46 +59,25 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Split:
-    """Algorithm 1: a KV index with its remote entries first. `order[i, c]` is the index's column at place c."""
-
-    order: Tensor  # [rows, k] int64
-    num_remote: Tensor  # [rows] int32
-    num_local: Tensor  # [rows] int32
-
-
-def split_index(mask: Tensor) -> Split:
-    """Order each row of `mask` [rows, k] int8 (0 padding, 1 local, 2 remote) remote first, then local.
-
-    Stable: positions stay ascending within each lane. Raises nothing; rows may be all of one kind.
-    """
-    order = mask.sort(dim=1, descending=True, stable=True).indices
-    num_remote = (mask == MASK_REMOTE).sum(dim=1, dtype=torch.int32)
-    num_local = (mask == MASK_LOCAL).sum(dim=1, dtype=torch.int32)
-    return Split(order, num_remote, num_local)
-
-
-@dataclass(slots=True)
 class Reading:
-    """What one layer's attention reads. `workspace` None: everything is in the pool."""
+    """What one layer's attention reads. `ticket` None: everything is in the pool."""
 
-    ids: Tensor  # [rows, k] int32, in order of position
+    located: Located
     counts: Tensor  # [rows] int32
-    split: Split | None = None
-    remote_ids: Tensor | None = None  # [rows, most remote] int32
-    landing: Tensor | None = None  # [rows, k, E], where answers are written
-    workspace: Tensor | None = None  # [rows, k, E], the same memory unless staged
     ticket: int | None = None
+    landing: Tensor | None = None  # [rows, most remote, E], where answers are written
 
 
 @dataclass(slots=True)
 class Step:
     """What is known of the requests of the running step."""
 
-    incomplete: Tensor | None = None  # [R] bool; None: all KV of all requests is here
+    requests: int = 0
+    incomplete: bool = False  # some KV of some request is not here
     parallel_lanes: bool = True
     broken: set[int] = field(default_factory=set)
-    counts: Counts | None = None
+    selected: list[Tensor] = field(default_factory=list)  # of each layer that selects, [rows] int32
+    fetched: list[Tensor] = field(default_factory=list)
 
 
 class SelectiveAttention:
@@ -116,7 +95,7 @@ class SelectiveAttention:
         staged: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """`staged`: answers can not land in the workspace itself (no GPUDirect); they are copied once more."""
+        """`staged`: answers can not land in compute memory (no GPUDirect) and are copied once more."""
         self.looks_ahead = selector.looks_ahead
         self._kernels = kernels
         self._selector = selector
@@ -133,12 +112,9 @@ class SelectiveAttention:
 
     def begin(self, incomplete: Sequence[bool], *, parallel_lanes: bool = True) -> None:
         """The next step's requests, and which of them lack KV. `parallel_lanes` False fetches only when attention
-        waits for it, and only after the local lane (the baseline of section 5.1)."""
+        waits for it (the baseline of section 5.1)."""
         self._ahead.clear()
-        zeros = torch.zeros(len(incomplete), dtype=torch.int64)
-        self._step = Step(
-            torch.tensor(incomplete) if any(incomplete) else None, parallel_lanes, set(), Counts(zeros, zeros.clone())
-        )
+        self._step = Step(len(incomplete), any(incomplete), parallel_lanes)
 
     @property
     def broken(self) -> set[int]:
@@ -147,8 +123,14 @@ class SelectiveAttention:
 
     @property
     def counts(self) -> Counts:
-        assert self._step.counts is not None
-        return self._step.counts
+        """Of steps that lacked something; all zeros otherwise."""
+
+        def by_request(layers: list[Tensor]) -> Tensor:
+            if not layers:
+                return torch.zeros(self._step.requests, dtype=torch.int64)
+            return torch.stack(layers).sum(dim=0).view(self._step.requests, -1).sum(dim=1)
+
+        return Counts(by_request(self._step.selected), by_request(self._step.fetched))
 
     def describe(self, layer: int, slots: Tensor) -> None:
         """Derive the metadata of these slots [T] int32 from their keys, which are in the pool."""
@@ -166,7 +148,7 @@ class SelectiveAttention:
     def attend(
         self, layer: int, query: Tensor, entries: Tensor, batch: PagedBatch, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        if self._step.incomplete is not None:
+        if self._step.incomplete:
             self._remote.attention_starts(layer)
         if layer < DENSE_LAYERS:
             self._complete(layer, batch)
@@ -174,51 +156,32 @@ class SelectiveAttention:
         self.describe(layer, batch.slots)
         ahead = self._ahead.pop(layer, None) or self._select(layer, query, batch, scale, window)
         reading = ahead if isinstance(ahead, Reading) else self._read(layer, ahead, batch)
-        if reading.workspace is None:
-            return self._kernels.attend_index(query, self._entries(layer), reading.ids, reading.counts, scale=scale)
         self._await(layer, reading)
-        ids = self._places(layer, reading)
-        memory = reading.workspace.view(-1, entries.shape[-1])
-        result = self._kernels.attend_index(query, memory, ids, reading.counts, scale=scale)
-        self._keep(layer, reading)
-        return result
+        return self._kernels.attend_index(query, self._entries(layer), reading.located.ids, reading.counts, scale=scale)
 
     # ---- selecting and splitting
 
     def _select(self, layer: int, query: Tensor, batch: PagedBatch, scale: float, window: int | None) -> KVIndex:
         index = self._selector.select(layer, query, self._metadata[layer], batch, scale=scale, window=window)
-        if self._step.incomplete is not None:
-            self.counts.selected += index.counts.view(len(batch.context_len), -1).sum(dim=1)
+        if self._step.incomplete:
+            self._step.selected.append(index.counts)
         return index
 
     def _read(self, layer: int, index: KVIndex, batch: PagedBatch) -> Reading:
-        """Split the index and set both lanes going. The newest entry, last in each row, is in no lane: where the index
-        is foreseen it is not computed yet."""
-        ids = self._ids(index.positions, batch)
-        reading = Reading(ids, index.counts)
-        if self._step.incomplete is None:
+        """Split the index and ask for what is remote. The newest entry, last in each row, is never remote; where the
+        index is foreseen it is not computed yet."""
+        states = self._states[layer] if self._step.incomplete else None
+        located = self._kernels.locate(index.positions, index.counts, batch, states)
+        reading = Reading(located, index.counts)
+        if not located.any_remote:
             return reading
-        in_lanes = torch.arange(ids.shape[1]) < index.counts[:, None] - 1
-        mask = torch.where(in_lanes, self._states[layer][ids.long()], MASK_ABSENT)
-        assert not bool((in_lanes & (mask == MASK_ABSENT)).any()), "a selected KV entry is neither here nor at prefill"
-        if not bool((mask == MASK_REMOTE).any()):
-            return reading
-        split = reading.split = split_index(mask)
-        most = int(split.num_remote.max())
-        reading.remote_ids = ids.gather(1, split.order[:, :most])
-        positions = index.positions.gather(1, split.order[:, :most])
-        heads = len(ids) // len(batch.context_len)
-        self.counts.fetched += split.num_remote.view(-1, heads).sum(dim=1)
-        entries = self._pool[layer]
-        row_bytes = ids.shape[1] * entries.shape[-1] * entries.element_size()
-        landing = reading.landing = self._landing(layer, (*ids.shape, entries.shape[-1]))
-        reading.workspace = torch.empty_like(landing) if self._staged else landing
-        if not self._step.parallel_lanes:
-            self._gather_local(layer, reading)
-        wanted = self._wanted(positions, split.num_remote, heads)
-        reading.ticket = self._remote.fetch(layer, wanted, row_bytes)
-        if self._step.parallel_lanes:
-            self._gather_local(layer, reading)
+        num_remote = located.num_remote.view(self._step.requests, -1).tolist()
+        entry_dim, dtype = self._pool[layer].shape[-1], self._pool[layer].dtype
+        most = max(map(max, num_remote))
+        reading.landing = self._landing(layer, (len(index.counts), most, entry_dim))
+        self._step.fetched.append(located.num_remote)
+        wanted = self._wanted(located.remote_positions, num_remote)
+        reading.ticket = self._remote.fetch(layer, wanted, most * entry_dim * dtype.itemsize)
         return reading
 
     def _landing(self, layer: int, shape: tuple[int, ...]) -> Tensor:
@@ -227,77 +190,43 @@ class SelectiveAttention:
         count = math.prod(shape)
         return torch.frombuffer(self._remote.rows(layer, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
-    def _ids(self, positions: Tensor, batch: PagedBatch) -> Tensor:
-        """Pool ids [rows, k] int32 of positions [rows, k]; padding gives some valid id."""
-        requests = len(batch.context_len)
-        heads = len(positions) // requests
-        at = positions.clamp(min=0).view(requests, -1)
-        pages = batch.page_table.gather(1, (at // batch.page_size).long())
-        slots = (pages * batch.page_size + at % batch.page_size).view(requests, heads, -1)
-        return (slots * heads + torch.arange(heads, dtype=torch.int32)[:, None]).view(positions.shape)
-
     @staticmethod
-    def _wanted(positions: Tensor, num_remote: Tensor, heads: int) -> list[Wanted]:
-        rows, counts = positions.numpy(), num_remote.view(-1, heads).tolist()
+    def _wanted(positions: Tensor, num_remote: list[list[int]]) -> list[Wanted]:
+        rows, heads = positions.numpy(), len(num_remote[0])
         return [
             (r, [rows[r * heads + h, :n].astype(np.int64) for h, n in enumerate(line)])
-            for r, line in enumerate(counts)
+            for r, line in enumerate(num_remote)
             if any(line)
         ]
 
-    # ---- the two lanes
-
-    def _gather_local(self, layer: int, reading: Reading) -> None:
-        """The local lane: entries that are here, behind the place of those that are not."""
-        split = reading.split
-        assert split is not None and reading.workspace is not None
-        began_s = 0.0 if self._tracer is None else self._tracer.clock()
-        columns = torch.arange(reading.ids.shape[1]) + split.num_remote[:, None]
-        ids = reading.ids.gather(1, split.order.gather(1, columns.clamp(max=reading.ids.shape[1] - 1)))
-        self._kernels.gather(self._entries(layer), ids, split.num_local, reading.workspace, split.num_remote)
-        if self._tracer is not None:
-            self._tracer.add(GATHER, f"layer {layer}", began_s, layer=layer)
+    # ---- what was remote
 
     def _await(self, layer: int, reading: Reading) -> None:
-        """Both lanes are complete afterwards, but for requests that are broken."""
-        split, workspace, ids = reading.split, reading.workspace, reading.remote_ids
-        assert split is not None and workspace is not None and ids is not None and reading.ticket is not None
+        """All that the reading needs is in the pool afterwards, but for requests that are broken."""
+        if reading.ticket is None or reading.landing is None:
+            return
         broken, delivered = self._remote.wait(reading.ticket)
-        if self._staged:
-            remote = torch.arange(ids.shape[1]) < split.num_remote[:, None]
-            assert reading.landing is not None
-            workspace[:, : ids.shape[1]][remote] = reading.landing[:, : ids.shape[1]][remote]
-        heads = len(ids) // len(self.counts.selected)
-        for request in sorted(delivered):
-            rows = slice(request * heads, (request + 1) * heads)
-            counts = split.num_remote[rows]
-            remote = torch.arange(ids.shape[1]) < counts[:, None]
-            if bool((self._states[layer][ids[rows][remote].long()] == MASK_LOCAL).all()):
-                self._kernels.gather(self._entries(layer), ids[rows], counts, workspace[rows])
-            else:
-                self._step.broken.add(request)
-        self._step.broken |= broken
-        for request in self._step.broken:  # nothing of it is kept
-            split.num_remote[request * heads : (request + 1) * heads] = 0
+        began_s = 0.0 if self._tracer is None else self._tracer.clock()
+        num_remote, ids = reading.located.num_remote, reading.located.remote_ids
+        if broken or delivered:
+            num_remote = num_remote.clone()
+            came = num_remote.view(self._step.requests, -1)  # a view
+            for request in delivered:
+                if not bool((self._states[layer][self._remote_ids(reading, request)] == MASK_LOCAL).all()):
+                    self._step.broken.add(request)
+            self._step.broken |= broken
+            came[sorted(self._step.broken | delivered)] = 0
+        landed = reading.landing.clone() if self._staged else reading.landing
+        self._kernels.keep(self._entries(layer), self._states[layer], ids, num_remote, landed)
+        if self._tracer is not None:
+            self._tracer.add(KEEP, f"layer {layer}", began_s, layer=layer)
 
-    def _places(self, layer: int, reading: Reading) -> Tensor:
-        """Where in the workspace each entry of the index is, the newest entry put there first: ids [rows, k] int32."""
-        assert reading.split is not None and reading.workspace is not None
-        rows, k = reading.ids.shape
-        place = torch.empty_like(reading.split.order)
-        place.scatter_(1, reading.split.order, torch.arange(k).expand(rows, k))
-        newest = reading.counts.long()[:, None] - 1
-        ones, start = torch.ones(rows, dtype=torch.int32), place.gather(1, newest).view(-1).to(torch.int32)
-        self._kernels.gather(self._entries(layer), reading.ids.gather(1, newest), ones, reading.workspace, start)
-        return (place + torch.arange(rows)[:, None] * k).to(torch.int32)
-
-    def _keep(self, layer: int, reading: Reading) -> None:
-        """What was fetched stays: it is in the pool from now on, and never fetched again."""
-        split, ids, workspace = reading.split, reading.remote_ids, reading.workspace
-        assert split is not None and ids is not None and workspace is not None
-        self._kernels.scatter(self._entries(layer), ids, split.num_remote, workspace)
-        remote = torch.arange(ids.shape[1]) < split.num_remote[:, None]
-        self._states[layer][ids[remote].long()] = MASK_LOCAL
+    def _remote_ids(self, reading: Reading, request: int) -> Tensor:
+        """Ids of what a request lacked, of all its heads."""
+        heads = len(reading.counts) // self._step.requests
+        counts = reading.located.num_remote.tolist()
+        rows = range(request * heads, (request + 1) * heads)
+        return torch.cat([reading.located.remote_ids[row, : counts[row]] for row in rows]).long()
 
     def _entries(self, layer: int) -> Tensor:
         """The pool of a layer as entries of single KV heads [num_slots * Hkv, E]."""
@@ -305,13 +234,8 @@ class SelectiveAttention:
 
     def _complete(self, layer: int, batch: PagedBatch) -> None:
         """Fetch all that is missing of a layer which is read whole."""
-        if self._step.incomplete is None:
+        if not self._step.incomplete:
             return
-        pool = self._pool[layer]
-        heads, lengths = pool.shape[1], batch.context_len
-        positions = torch.arange(int(lengths.max()), dtype=torch.int32).expand(len(lengths) * heads, -1)
-        counts = lengths.repeat_interleave(heads).to(torch.int32)
-        reading = self._read(layer, KVIndex(positions, counts), batch)
-        if reading.workspace is not None:
-            self._await(layer, reading)
-            self._keep(layer, reading)
+        lengths, heads = batch.context_len, self._pool[layer].shape[1]
+        positions = torch.arange(batch.max_context, dtype=torch.int32).repeat(len(lengths) * heads, 1)
+        self._await(layer, self._read(layer, KVIndex(positions, lengths.repeat_interleave(heads)), batch))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Lanes of a timeline. Those of traffic are named by path: metadata, proactive, on_demand, speculative.
-COMPUTE, GATHER, WAIT, FETCH = "compute", "gather", "wait", "fetch"
+COMPUTE, GATHER, WAIT, FETCH, KEEP = "compute", "gather", "wait", "fetch", "keep"
 
 
 @dataclass(frozen=True, slots=True)

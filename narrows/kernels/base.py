@@ -36,6 +36,17 @@ class PagedBatch:
     is_decode: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A KV index as rows of the pool's entries, and its remote part in the same order."""
+
+    ids: Tensor  # [R * Hkv, k] int32, valid as the index is
+    num_remote: Tensor  # [R * Hkv] int32
+    remote_ids: Tensor  # [R * Hkv, >= most remote] int32, the first num_remote[i] of a row valid
+    remote_positions: Tensor  # the same entries' positions
+    any_remote: bool
+
+
 class PackedLinear(Protocol):
     """A weight in the layout its kernels want. Made by Kernels.pack, valid for that object only."""
 
@@ -60,6 +71,10 @@ class Kernels(Protocol):
         """Take over a weight [out, in] and its bias [out]. The result may share the weight's storage."""
         ...
 
+    def narrow(self, weight: PackedLinear, outputs: int) -> PackedLinear:
+        """The part of a packed weight that gives its first outputs; shares its memory."""
+        ...
+
     def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
         """x [T, in] times weight, plus bias, to [T, out]. With `residual` [T, out] the sum is added to it in place
         and `residual` is returned."""
@@ -76,7 +91,7 @@ class Kernels(Protocol):
     def rope_store(
         self,
         qkv: Tensor,  # [T, (Hq + 2*Hkv) * D]
-        entries: Tensor,  # [num_slots, Hkv, E], written at batch.slots
+        entries: Tensor,  # [num_slots, Hkv, E], written at batch.slots; Hkv 0: there are queries alone
         batch: PagedBatch,
         cos: Tensor,  # [max positions, D / 2] float32
         sin: Tensor,
@@ -128,24 +143,25 @@ class Kernels(Protocol):
         the same order give the same bits wherever in memory they lie."""
         ...
 
-    def gather(
+    def locate(
         self,
-        memory: Tensor,  # [n, E] of any dtype, as in attend_index
-        ids: Tensor,  # [rows, k] int32
-        counts: Tensor,  # [rows] int32: the first counts[r] ids are valid
-        out: Tensor,  # [rows, K, E] of the same dtype, written
-        start: Tensor | None = None,  # [rows] int32, zeros if None; start[r] + counts[r] <= K
-    ) -> None:
-        """Copy entries into rows: memory[ids[r, i]] to out[r, start[r] + i]. The rest of `out` stays as it is."""
+        positions: Tensor,  # [R * Hkv, k] int32: a KV index, ascending in each row, then anything
+        counts: Tensor,  # [R * Hkv] int32: the first counts[i] of a row are valid; the last of these is the newest
+        batch: PagedBatch,
+        states: Tensor | None = None,  # [num_slots * Hkv] int8: 1 what is here, 2 what is remote, 0 what is nowhere
+    ) -> Located:
+        """Where the entries of a KV index are: SmartGen's Algorithm 1, on entries that stay where they lie. Without
+        `states` everything is here. The newest entry is here whatever its state says: it may not be stored yet.
+        Raises KernelError when a valid entry is nowhere."""
         ...
 
-    def scatter(
+    def keep(
         self,
-        memory: Tensor,  # [n, E], written
+        memory: Tensor,  # [n, E] of any dtype, written
+        states: Tensor,  # [n] int8, written
         ids: Tensor,  # [rows, k] int32, no id twice
-        counts: Tensor,  # [rows] int32
-        rows: Tensor,  # [rows, K, E]
-        start: Tensor | None = None,
+        counts: Tensor,  # [rows] int32: the first counts[r] ids are valid
+        rows: Tensor,  # [rows, K, E] of the same dtype, K at least the largest count
     ) -> None:
-        """The way back: copy rows[r, start[r] + i] to memory[ids[r, i]]. The rest of `memory` stays as it is."""
+        """Copy rows to where they belong, rows[r, i] to memory[ids[r, i]], and then set their states to 1."""
         ...

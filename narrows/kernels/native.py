@@ -6,14 +6,14 @@ row do not depend on the other rows of a call nor on the number of threads.
 
 import ctypes
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from narrows.errors import KernelError
-from narrows.kernels.base import PackedLinear, PagedBatch
+from narrows.kernels.base import Located, PackedLinear, PagedBatch
 from narrows.kernels.build import build, load_library
 from narrows.kernels.reference import PlainLinear, ReferenceKernels
 
@@ -57,7 +57,8 @@ class NativeKernels:
         self._attend = declare(library, "narrows_attend", "i" + "p" * 7 + "l" * 6 + "fll" + "p")
         self._top_k = declare(library, "narrows_top_k", "ppplllp")
         self._attend_index = declare(library, "narrows_attend_index", "i" + "p" * 6 + "llllf" + "p")
-        self._gather = declare(library, "narrows_gather", "i" + "p" * 5 + "llllp")
+        self._locate = declare(library, "narrows_locate", "p" * 8 + "l" * 5)
+        self._keep = declare(library, "narrows_keep", "p" * 5 + "llll")
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -81,6 +82,13 @@ class NativeKernels:
             panels.data_ptr(),
             0 if exact_bias is None else exact_bias.data_ptr(),
         )
+
+    def narrow(self, weight: PackedLinear, outputs: int) -> PackedLinear:
+        if isinstance(weight, PlainLinear):
+            return self._plain.narrow(weight, outputs)
+        assert isinstance(weight, PanelLinear)
+        plain = None if weight.plain is None else self._plain.narrow(weight.plain, outputs)
+        return replace(weight, out_features=outputs, plain=plain)  # panels behind the last are not read
 
     def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
         if isinstance(weight, PlainLinear):
@@ -280,30 +288,48 @@ class NativeKernels:
             raise KernelError(f"attend_index: no memory for the scratch of {rows} rows of up to {width} entries")
         return out, lse
 
-    def gather(self, memory: Tensor, ids: Tensor, counts: Tensor, out: Tensor, start: Tensor | None = None) -> None:
-        self._copy(False, memory, ids, counts, "out", out, start)
+    def locate(self, positions: Tensor, counts: Tensor, batch: PagedBatch, states: Tensor | None = None) -> Located:
+        (rows, width), requests = positions.shape, batch.context_len.shape[0]
+        if rows % max(requests, 1):
+            raise KernelError(f"positions: {rows} rows are no KV heads of {requests} requests")
+        if states is not None:
+            check_states(states)
+        ids, num_remote = torch.empty_like(positions), torch.empty_like(counts)
+        remote_ids, remote_positions = torch.empty_like(positions), torch.empty_like(positions)
+        num = self._locate(
+            ids.data_ptr(),
+            remote_ids.data_ptr(),
+            remote_positions.data_ptr(),
+            num_remote.data_ptr(),
+            indices("positions", positions, rows * width),
+            indices("counts", counts, rows),
+            indices("batch.page_table", batch.page_table, batch.page_table.numel()),
+            0 if states is None else states.data_ptr(),
+            rows,
+            width,
+            rows // max(requests, 1),
+            batch.page_table.shape[1],
+            batch.page_size,
+        )
+        if num < 0:
+            raise KernelError("a selected KV entry is neither here nor at prefill")
+        return Located(ids, num_remote, remote_ids, remote_positions, num > 0)
 
-    def scatter(self, memory: Tensor, ids: Tensor, counts: Tensor, rows: Tensor, start: Tensor | None = None) -> None:
-        self._copy(True, memory, ids, counts, "rows", rows, start)
-
-    def _copy(
-        self, back: bool, memory: Tensor, ids: Tensor, counts: Tensor, name: str, rows: Tensor, start: Tensor | None
-    ) -> None:
+    def keep(self, memory: Tensor, states: Tensor, ids: Tensor, counts: Tensor, rows: Tensor) -> None:
         (num_rows, width), (_, entry_dim) = ids.shape, memory.shape
         check_like("memory", memory, memory)
-        check_like(name, rows, memory, (num_rows, rows.shape[1], entry_dim))
-        self._gather(
-            back,
+        check_like("rows", rows, memory, (num_rows, rows.shape[1], entry_dim))
+        check_states(states)
+        self._keep(
             memory.data_ptr(),
+            states.data_ptr(),
             rows.data_ptr(),
             indices("ids", ids, num_rows * width),
             indices("counts", counts, num_rows),
-            0 if start is None else indices("start", start, num_rows),
             num_rows,
             width,
             rows.shape[1],
             entry_dim * memory.element_size(),
-            self.crew,
         )
 
 
@@ -344,6 +370,11 @@ def check_rows(x: Tensor, weight: PanelLinear) -> int:
 def check_like(name: str, x: Tensor, like: Tensor, shape: tuple[int, ...] | None = None) -> None:
     if x.dtype is not like.dtype or not x.is_contiguous() or (shape is not None and x.shape != shape):
         raise KernelError(f"{name}: want contiguous {like.dtype} {list(shape or x.shape)}, got {describe(x)}")
+
+
+def check_states(states: Tensor) -> None:
+    if states.dtype is not torch.int8 or not states.is_contiguous():
+        raise KernelError(f"states: want contiguous int8, got {describe(states)}")
 
 
 def check_head_dim(head_dim: int) -> None:

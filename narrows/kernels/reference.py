@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrows.kernels.base import PackedLinear, PagedBatch
+from narrows.errors import KernelError
+from narrows.kernels.base import Located, PackedLinear, PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class ReferenceKernels:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
         return PlainLinear(weight, bias)
+
+    def narrow(self, weight: PackedLinear, outputs: int) -> PlainLinear:
+        assert isinstance(weight, PlainLinear)
+        return PlainLinear(weight.weight[:outputs], None if weight.bias is None else weight.bias[:outputs])
 
     def linear(self, x: Tensor, weight: PackedLinear, *, residual: Tensor | None = None) -> Tensor:
         assert isinstance(weight, PlainLinear)
@@ -71,7 +76,8 @@ class ReferenceKernels:
             key = self.rms_norm(key, k_norm, eps)
         positions = batch.positions.long()
         angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        entries[batch.slots.long()] = torch.cat([rotate(key, *angles), value], dim=-1)
+        if num_kv_heads:
+            entries[batch.slots.long()] = torch.cat([rotate(key, *angles), value], dim=-1)
         return rotate(query, *angles)
 
     def attend(
@@ -118,17 +124,27 @@ class ReferenceKernels:
         out = torch.einsum("rgk,rkd->rgd", weights, value).to(query.dtype)
         return out.reshape(query.shape), total.reshape(requests, num_heads)
 
-    def gather(self, memory: Tensor, ids: Tensor, counts: Tensor, out: Tensor, start: Tensor | None = None) -> None:
-        for r, (count, at) in enumerate(zip(counts.tolist(), starts(start, len(counts)), strict=True)):
-            out[r, at : at + count] = memory[ids[r, :count].long()]
+    def locate(self, positions: Tensor, counts: Tensor, batch: PagedBatch, states: Tensor | None = None) -> Located:
+        requests, (rows, k) = len(batch.context_len), positions.shape
+        heads = rows // max(requests, 1)
+        column = torch.arange(k)
+        at = positions.masked_fill(column >= counts[:, None], 0).view(requests, heads * k)
+        pages = batch.page_table.gather(1, (at // batch.page_size).long())
+        slots = (pages * batch.page_size + at % batch.page_size).view(requests, heads, k)
+        ids = (slots * heads + torch.arange(heads, dtype=torch.int32)[:, None]).view(rows, k)
+        mask = torch.ones(rows, k, dtype=torch.int8) if states is None else states[ids.long()]
+        mask[column >= counts[:, None] - 1] = 1  # padding, and the newest entry
+        if bool((mask == 0).any()):
+            raise KernelError("a selected KV entry is neither here nor at prefill")
+        remote = mask == 2
+        order = remote.sort(dim=1, descending=True, stable=True).indices  # remote first, each lane in order
+        num_remote = remote.sum(dim=1, dtype=torch.int32)
+        return Located(ids, num_remote, ids.gather(1, order), positions.gather(1, order), bool(remote.any()))
 
-    def scatter(self, memory: Tensor, ids: Tensor, counts: Tensor, rows: Tensor, start: Tensor | None = None) -> None:
-        for r, (count, at) in enumerate(zip(counts.tolist(), starts(start, len(counts)), strict=True)):
-            memory[ids[r, :count].long()] = rows[r, at : at + count]
-
-
-def starts(start: Tensor | None, rows: int) -> list[int]:
-    return [0] * rows if start is None else start.tolist()
+    def keep(self, memory: Tensor, states: Tensor, ids: Tensor, counts: Tensor, rows: Tensor) -> None:
+        for r, count in enumerate(counts.tolist()):
+            memory[ids[r, :count].long()] = rows[r, :count]
+            states[ids[r, :count].long()] = 1
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

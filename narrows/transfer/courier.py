@@ -25,7 +25,7 @@ import numpy as np
 
 from narrows.core.plan import Landing
 from narrows.core.scheme import Scheme
-from narrows.core.trace import Tracer
+from narrows.core.trace import GATHER, Tracer
 from narrows.core.wire import Delivered, Fetch, Grant, Refusal, Settled
 from narrows.errors import PeerLost, TransportError
 from narrows.kv.layout import DENSE_LAYERS
@@ -268,9 +268,12 @@ class Courier:
             peer, answer = self._answers[0]
             if self._gatherer is None:
                 self._gatherer = Gatherer(self._source, self._transport.allocate)
+            began_s = self._clock()
             step = self._gatherer.next_post(answer, f"fetch:{self._transport.name}", encode(answer.note))
             if step is None:
                 return
+            if self._tracer is not None:
+                self._tracer.add(GATHER, f"layer {answer.fetch.layer}", began_s, layer=answer.fetch.layer)
             if not answer.rows:
                 self._answers.popleft()
             post, piece = step

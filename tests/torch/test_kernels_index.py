@@ -1,5 +1,7 @@
 """The largest scores, and attention to chosen entries: native kernels against the torch twin and dense attention."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -236,39 +238,81 @@ def test_scores_that_grow_and_fall(kernels: Kernels) -> None:
         assert float(lse) == 0.0
 
 
-# ---- gather, scatter
+# ---- locate, keep
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("lengths", [[], [1], [5, 40, 1, 200]], ids=str)
+def test_locate(kernels: Kernels, lengths: list[int], heads: int) -> None:
+    """Against one entry after the other. The newest of a row counts as here though its state says nowhere."""
+    draw = random.Random(len(lengths) + heads)
+    page_size, most_pages = 8, 30
+    table = [draw.sample(range(400), most_pages) for _ in lengths]
+    batch = paged_batch(lengths, table, page_size)
+    states = torch.tensor([draw.choice([1, 1, 2]) for _ in range(400 * page_size * heads)], dtype=torch.int8)
+    rows = []
+    for r, length in enumerate(lengths):
+        for head in range(heads):
+            row = [*sorted(draw.sample(range(length - 1), draw.randrange(length))), length - 1]
+            ids = [(table[r][p // page_size] * page_size + p % page_size) * heads + head for p in row]
+            states[ids[-1]] = draw.choice([0, 1, 2])
+            rows.append((row, ids))
+    counts = torch.tensor([len(row) for row, _ in rows], dtype=torch.int32)
+    positions = torch.full((len(rows), max([len(row) for row, _ in rows], default=0) + 3), -1, dtype=torch.int32)
+    for i, (row, _) in enumerate(rows):
+        positions[i, : len(row)] = torch.tensor(row)
+    for each in (kernels, REFERENCE):
+        got = each.locate(positions, counts, batch, states)
+        here = each.locate(positions, counts, batch)
+        assert not here.any_remote and not here.num_remote.any()
+        assert torch.equal(here.ids, got.ids)
+        far_any = False
+        for i, (row, ids) in enumerate(rows):
+            far = [j for j in range(len(row) - 1) if states[ids[j]] == 2]
+            far_any |= bool(far)
+            assert got.ids[i, : len(row)].tolist() == ids
+            assert int(got.num_remote[i]) == len(far)
+            assert got.remote_ids[i, : len(far)].tolist() == [ids[j] for j in far]
+            assert got.remote_positions[i, : len(far)].tolist() == [row[j] for j in far]
+        assert got.any_remote == far_any
+        if len(rows) and len(rows[-1][0]) > 1:
+            states[rows[-1][1][0]] = 0
+            with pytest.raises(KernelError, match="neither here nor at prefill"):
+                each.locate(positions, counts, batch, states)
+            states[rows[-1][1][0]] = 1 if 0 not in far else 2
+
+
+def paged_batch(lengths: list[int], table: list[list[int]], page_size: int) -> PagedBatch:
+    """A decode step of requests of these lengths; only what says where entries are is filled in."""
+    context = torch.tensor(lengths, dtype=torch.int32)
+    nothing = torch.zeros(len(lengths), dtype=torch.int32)
+    pages = torch.tensor(table, dtype=torch.int32).view(len(lengths), len(table[0]) if table else 1)
+    start = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    return PagedBatch(start, context, pages, nothing, context - 1, page_size, 1, max(lengths, default=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("entry_dim", [1, 24, 128])
 @pytest.mark.parametrize("counts", [[], [0, 0], [1], [400, 0, 17, 399, 1, 250]], ids=str)
-@pytest.mark.parametrize("with_start", [False, True])
-def test_gather_and_back(
-    kernels: Kernels, counts: list[int], entry_dim: int, with_start: bool, dtype: torch.dtype
-) -> None:
+def test_keep(kernels: Kernels, counts: list[int], entry_dim: int, dtype: torch.dtype) -> None:
+    """Everything but the rows' own places stays as it was."""
     generator = torch.Generator().manual_seed(len(counts) + entry_dim)
     memory = torch.randint(0, 250, (1500, entry_dim), generator=generator).to(dtype)
     every, num = torch.randperm(1500, generator=generator, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
     ids = torch.full((len(counts), max([1, *counts]) + 2), -1, dtype=torch.int32)
+    rows = torch.full((len(counts), max([0, *counts]) + 7, entry_dim), 251).to(dtype)
+    want, states = memory.clone(), torch.full((1500,), 2, dtype=torch.int8)
     for row, part in enumerate(every[: sum(counts)].split(counts)):
         ids[row, : len(part)] = part
-    begin = [(5 * row) % 7 for row in range(len(counts))] if with_start else [0] * len(counts)
-    start = torch.tensor(begin, dtype=torch.int32) if with_start else None
-
-    out = torch.full((len(counts), max([0, *counts]) + 7, entry_dim), 251).to(dtype)
-    want = out.clone()
-    for row, count in enumerate(counts):
-        for i in range(count):
-            want[row, begin[row] + i] = memory[ids[row, i]]
+        rows[row, : len(part)] = (torch.arange(len(part)) % 200)[:, None].to(dtype)
+        for i, id in enumerate(part.tolist()):
+            want[id] = rows[row, i]
+            states[id] = 1
     for each in (kernels, REFERENCE):
-        got = out.clone()
-        each.gather(memory, ids, num, got, start)
+        got, marked = memory.clone(), torch.full((1500,), 2, dtype=torch.int8)
+        each.keep(got, marked, ids, num, rows)
         assert torch.equal(got, want)
-
-        emptied = memory.clone()
-        emptied[every[: sum(counts)].long()] = 252
-        each.scatter(emptied, ids, num, want, start)
-        assert torch.equal(emptied, memory)
+        assert torch.equal(marked, states)
 
 
 # ---- arguments
@@ -311,15 +355,26 @@ def test_wrong_arguments(kernels: Kernels) -> None:
     with pytest.raises(KernelError, match="scale must be above 0"):
         kernels.attend_index(query, memory, ids, num, scale=0.0)
 
-    entries, rows = torch.randn(9, 8), torch.randn(2, 4, 8)
-    kernels.gather(entries, ids, num, rows)
-    with pytest.raises(KernelError, match=r"out: want contiguous torch.float32 \[2, 4, 8\]"):
-        kernels.gather(entries, ids, num, rows.bfloat16())
+    entries, rows, states = torch.randn(9, 8), torch.randn(2, 4, 8), torch.zeros(9, dtype=torch.int8)
+    kernels.keep(entries, states, ids, num, rows)
+    with pytest.raises(KernelError, match=r"rows: want contiguous torch.float32 \[2, 4, 8\]"):
+        kernels.keep(entries, states, ids, num, rows.bfloat16())
     with pytest.raises(KernelError, match="rows: want"):
-        kernels.scatter(entries, ids, num, torch.randn(3, 4, 8))
+        kernels.keep(entries, states, ids, num, torch.randn(3, 4, 8))
     with pytest.raises(KernelError, match="rows: want"):
-        kernels.scatter(entries, ids, num, torch.randn(2, 4, 7))
+        kernels.keep(entries, states, ids, num, torch.randn(2, 4, 7))
     with pytest.raises(KernelError, match=r"memory: want .* not contiguous"):
-        kernels.scatter(torch.randn(8, 9).T, ids, num, rows)
-    with pytest.raises(KernelError, match="start: want 2 contiguous int32"):
-        kernels.gather(entries, ids, num, rows, start=num[:1])
+        kernels.keep(torch.randn(8, 9).T, states, ids, num, rows)
+    with pytest.raises(KernelError, match="states: want contiguous int8"):
+        kernels.keep(entries, states.int(), ids, num, rows)
+
+    batch = paged_batch([4], [[1]], 8)
+    kernels.locate(ids, num, batch)
+    with pytest.raises(KernelError, match="positions: want 6 contiguous int32"):
+        kernels.locate(ids.long(), num, batch)
+    with pytest.raises(KernelError, match="counts: want 2 contiguous int32"):
+        kernels.locate(ids, num[:1], batch)
+    with pytest.raises(KernelError, match="states: want contiguous int8"):
+        kernels.locate(ids, num, batch, states.bool())
+    with pytest.raises(KernelError, match="positions: 2 rows are no KV heads of 3 requests"):
+        kernels.locate(ids, num, paged_batch([4, 4, 4], [[1], [1], [1]], 8))

@@ -18,6 +18,7 @@ class AttentionWeights:
     """Q, K and V are one matrix [(Hq + 2*Hkv) * D, H]; the norms are per head, or absent."""
 
     qkv: PackedLinear
+    q: PackedLinear  # the first part of it
     o: PackedLinear
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
@@ -31,8 +32,10 @@ def load_attention(
     sizes = {name: count * spec.head_dim for name, count in heads.items()}
     weight = torch.cat([weights.take(f"{name}.weight", size, spec.hidden) for name, size in sizes.items()])
     bias = torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()]) if qkv_bias else None
+    qkv = kernels.pack(weight, bias)
     return AttentionWeights(
-        qkv=kernels.pack(weight, bias),
+        qkv=qkv,
+        q=kernels.narrow(qkv, sizes["q_proj"]),
         o=kernels.pack(
             weights.take("o_proj.weight", spec.hidden, sizes["q_proj"]),
             weights.take("o_proj.bias", spec.hidden) if o_bias else None,

@@ -5,7 +5,7 @@ D head size, E = 2*D.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class Model:
         self._head = head
         self._rope = rope_tables(spec.rope, spec.head_dim, max_positions)
         self._scale = spec.head_dim**-0.5
+        self._no_entries = embedding.new_empty(0, 0, spec.entry_dim)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +96,7 @@ class Model:
         assert batch.max_context <= self.max_positions, (batch.max_context, self.max_positions)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            query = self._store(layer, hidden, entries[index], batch)
+            query = self._project(layer, layer.attention.qkv, hidden, entries[index], batch)
             if on_layer is not None:
                 on_layer(index)
             if attention.looks_ahead and index + 1 < len(self._layers):
@@ -111,18 +112,18 @@ class Model:
 
     def _foresee(self, index: int, hidden: Tensor, batch: PagedBatch, attention: AttentionBackend) -> None:
         """Tell the backend layer `index`'s query as it would be if the layer before it changed nothing: their inputs
-        differ little (InfiniGen, section 4.3). Keys and values of it go nowhere; the weights are needed again soon."""
+        differ little (InfiniGen, section 4.3)."""
         layer = self._layers[index]
-        rows = torch.arange(len(hidden), dtype=torch.int32)
-        nowhere = hidden.new_empty(len(hidden), self.spec.num_kv_heads, self.spec.entry_dim)
-        query = self._store(layer, hidden, nowhere, replace(batch, slots=rows))
+        query = self._project(layer, layer.attention.q, hidden, self._no_entries, batch)
         attention.foresee(index, query, batch, scale=self._scale, window=layer.window)
 
-    def _store(self, layer: DecoderLayer, hidden: Tensor, entries: Tensor, batch: PagedBatch) -> Tensor:
-        """Project the rows, store their K and V; returns queries [T, Hq, D]."""
+    def _project(
+        self, layer: DecoderLayer, weight: PackedLinear, hidden: Tensor, entries: Tensor, batch: PagedBatch
+    ) -> Tensor:
+        """Project the rows, store their K and V if the weight gives them; returns queries [T, Hq, D]."""
         normed = self._kernels.rms_norm(hidden, layer.attention_norm, self.spec.norm_eps)
         return self._kernels.rope_store(
-            self._kernels.linear(normed, layer.attention.qkv),
+            self._kernels.linear(normed, weight),
             entries,
             batch,
             *self._rope,
