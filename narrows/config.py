@@ -13,6 +13,7 @@ DEFAULT_MODEL = "smollm2-135m"
 MAX_PAGE_SIZE = 1024
 SELECTORS = ("exact", "quest", "infinigen", "hata", "streaming")
 LANES = ("parallel", "serial")
+FETCHED = ("packed", "raw")
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
@@ -53,6 +54,9 @@ class EngineConfig:
     )
     lanes: str | None = setting(
         None, "local and remote KV of a step at once or one by one (default: the scheme's)", choices=LANES
+    )
+    fetched: str | None = setting(
+        None, "KV fetched on demand crosses losslessly packed, or raw (default: the scheme's)", choices=FETCHED
     )
     landing: str = setting(
         "direct", "fetched KV lands in compute memory, or staged in host memory", choices=("direct", "staged")
@@ -105,6 +109,8 @@ class EngineConfig:
         scheme = SCHEMES["full" if self.select == "none" else self.transfer]
         if self.lanes is not None:
             scheme = replace(scheme, parallel_lanes=self.lanes == "parallel")
+        if self.fetched is not None:
+            scheme = replace(scheme, packed=self.fetched == "packed")
         if self.speculative is None:
             return scheme
         if self.speculative == "auto":

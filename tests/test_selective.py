@@ -129,6 +129,7 @@ def test_no_delay_changes_a_token(folder: Path, loaded: Loaded, local: Any, seed
         selective(random.choice(["selective", "random", "streaming"])),
         fraction=random.choice([0.0, 0.3, 0.9]),
         parallel_lanes=random.random() < 0.7,
+        packed=random.random() < 0.6,
         speculative=random.choice([0.0, 0.1, 1.0, None]),
     )
     some = replace(handing(scheme, looks_ahead=True, head_dim=loaded[0].spec.head_dim), staged=random.random() < 0.5)

@@ -10,7 +10,6 @@ done anyhow, and then the pool is read in the order of positions, the same bits 
 Legend: R requests, rows = R * Hkv, k selected entries of a row, E entry size. An entry's *id* is slot * Hkv + head.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,8 +35,9 @@ class Remote(Protocol):
         """Memory of so many bytes where answers of this layer may land; valid until the layer after the next."""
         ...
 
-    def fetch(self, layer: int, wanted: Sequence[Wanted], row_bytes: int) -> int:
-        """Ask for entries; request r's head h lands at byte (r * Hkv + h) * row_bytes of `rows`. Returns a ticket."""
+    def fetch(self, layer: int, wanted: Sequence[Wanted], row_bytes: int, *, packed: bool) -> int:
+        """Ask for entries; request r's head h lands at byte (r * Hkv + h) * row_bytes of `rows`, raw or as
+        Kernels.pack_entries makes it. Returns a ticket."""
         ...
 
     def wait(self, ticket: int) -> tuple[set[int], set[int]]:
@@ -65,7 +65,7 @@ class Reading:
     located: Located
     counts: Tensor  # [rows] int32
     ticket: int | None = None
-    landing: Tensor | None = None  # [rows, most remote, E], where answers are written
+    landing: Tensor | None = None  # [rows, bytes] uint8, where answers are written
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class Step:
     requests: int = 0
     incomplete: bool = False  # some KV of some request is not here
     parallel_lanes: bool = True
+    packed: bool = False  # what is fetched
     broken: set[int] = field(default_factory=set)
     selected: list[Tensor] = field(default_factory=list)  # of each layer that selects, [rows] int32
     fetched: list[Tensor] = field(default_factory=list)
@@ -110,11 +111,13 @@ class SelectiveAttention:
 
     # ---- the step
 
-    def begin(self, incomplete: Sequence[bool], *, parallel_lanes: bool = True) -> None:
+    def begin(self, incomplete: Sequence[bool], *, parallel_lanes: bool = True, packed: bool = False) -> None:
         """The next step's requests, and which of them lack KV. `parallel_lanes` False fetches only when attention
-        waits for it (the baseline of section 5.1)."""
+        waits for it (the baseline of section 5.1); `packed` asks for fewer bytes where the dtype allows it."""
         self._ahead.clear()
-        self._step = Step(len(incomplete), any(incomplete), parallel_lanes)
+        self._step = Step(
+            len(incomplete), any(incomplete), parallel_lanes, packed and self._pool[0].dtype is torch.bfloat16
+        )
 
     @property
     def broken(self) -> set[int]:
@@ -176,19 +179,14 @@ class SelectiveAttention:
         if not located.any_remote:
             return reading
         num_remote = located.num_remote.view(self._step.requests, -1).tolist()
-        entry_dim, dtype = self._pool[layer].shape[-1], self._pool[layer].dtype
-        most = max(map(max, num_remote))
-        reading.landing = self._landing(layer, (len(index.counts), most, entry_dim))
+        packed, pool = self._step.packed, self._pool[layer]
+        row_bytes = max(map(max, num_remote)) * (pool.shape[-1] * pool.element_size() + packed)
+        memory = self._remote.rows(layer, len(index.counts) * row_bytes)
+        reading.landing = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_bytes)
         self._step.fetched.append(located.num_remote)
         wanted = self._wanted(located.remote_positions, num_remote)
-        reading.ticket = self._remote.fetch(layer, wanted, most * entry_dim * dtype.itemsize)
+        reading.ticket = self._remote.fetch(layer, wanted, row_bytes, packed=packed)
         return reading
-
-    def _landing(self, layer: int, shape: tuple[int, ...]) -> Tensor:
-        """Where answers of this layer land, as entries."""
-        dtype = self._pool[layer].dtype
-        count = math.prod(shape)
-        return torch.frombuffer(self._remote.rows(layer, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
     @staticmethod
     def _wanted(positions: Tensor, num_remote: list[list[int]]) -> list[Wanted]:
@@ -207,19 +205,30 @@ class SelectiveAttention:
             return
         broken, delivered = self._remote.wait(reading.ticket)
         began_s = 0.0 if self._tracer is None else self._tracer.clock()
-        num_remote, ids = reading.located.num_remote, reading.located.remote_ids
-        if broken or delivered:
-            num_remote = num_remote.clone()
-            came = num_remote.view(self._step.requests, -1)  # a view
-            for request in delivered:
-                if not bool((self._states[layer][self._remote_ids(reading, request)] == MASK_LOCAL).all()):
-                    self._step.broken.add(request)
-            self._step.broken |= broken
-            came[sorted(self._step.broken | delivered)] = 0
-        landed = reading.landing.clone() if self._staged else reading.landing
-        self._kernels.keep(self._entries(layer), self._states[layer], ids, num_remote, landed)
+        for request in delivered:
+            if not bool((self._states[layer][self._remote_ids(reading, request)] == MASK_LOCAL).all()):
+                broken.add(request)
+        # Nothing is kept of what did not come, nor of a damaged answer.
+        num_remote = reading.located.num_remote.clone()
+        by_request = num_remote.view(self._step.requests, -1)
+        by_request[sorted(broken | delivered)] = 0
+        while (row := self._keep(layer, reading, num_remote)) is not None:
+            broken.add(row // by_request.shape[1])
+            by_request[sorted(broken)] = 0
+        self._step.broken |= broken
         if self._tracer is not None:
             self._tracer.add(KEEP, f"layer {layer}", began_s, layer=layer)
+
+    def _keep(self, layer: int, reading: Reading, counts: Tensor) -> int | None:
+        """What was fetched is in the pool from now on, and never fetched again. Returns a row that is damaged."""
+        assert reading.landing is not None
+        pool, ids = self._entries(layer), reading.located.remote_ids
+        landed = reading.landing.clone() if self._staged else reading.landing
+        if self._step.packed:
+            return self._kernels.keep_packed(pool, self._states[layer], ids, counts, landed)
+        rows = landed.view(pool.dtype).view(len(ids), -1, pool.shape[1])
+        self._kernels.keep(pool, self._states[layer], ids, counts, rows)
+        return None
 
     def _remote_ids(self, reading: Reading, request: int) -> Tensor:
         """Ids of what a request lacked, of all its heads."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from narrows.core.plan import Landing, RegionKey
 from narrows.core.request import FinishReason, Request, SampledToken
-from narrows.core.scheme import Scheme
+from narrows.core.scheme import SCHEMES, Scheme
 from narrows.core.topology import InstanceInfo
 from narrows.core.trace import Span
 
@@ -202,8 +202,7 @@ class HandOver:
     token: int  # sampled at prefill, its KV not computed yet
     num_tokens: int  # whose KV is computed
     full: bool  # all of it has been pushed; else metadata, and what the mask says is there
-    parallel_lanes: bool = True
-    speculative: float | None = 0.0
+    scheme: Scheme = SCHEMES["full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +225,7 @@ class Fetch:
     layer: int
     region: RegionKey
     wanted: tuple[Wanted, ...]
+    packed: bool = False  # each row as Kernels.pack_entries makes it, which may be shorter than its stride
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,3 +165,25 @@ class Kernels(Protocol):
     ) -> None:
         """Copy rows to where they belong, rows[r, i] to memory[ids[r, i]], and then set their states to 1."""
         ...
+
+    def pack_entries(
+        self,
+        memory: Tensor,  # [n, E] bfloat16, E even
+        ids: Tensor,  # [k] int32
+        out: Tensor,  # [>= k * (2 * E + 1)] uint8, written
+    ) -> int:
+        """The entries memory[ids], losslessly in about three quarters of their bytes (csrc/pack.c says how). Returns
+        how many bytes of `out` they take."""
+        ...
+
+    def keep_packed(
+        self,
+        memory: Tensor,  # [n, E] bfloat16, written
+        states: Tensor,  # [n] int8, written
+        ids: Tensor,  # [rows, k] int32, no id twice
+        counts: Tensor,  # [rows] int32: the first counts[r] ids are valid
+        packed: Tensor,  # [rows, bytes] uint8: of each row what pack_entries made, then anything
+    ) -> int | None:
+        """As `keep`, of packed entries. Returns the first row that is damaged (its entries end beyond it); of that one
+        and of those behind it some entries may not be kept."""
+        ...

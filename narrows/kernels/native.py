@@ -59,6 +59,9 @@ class NativeKernels:
         self._attend_index = declare(library, "narrows_attend_index", "i" + "p" * 6 + "llllf" + "p")
         self._locate = declare(library, "narrows_locate", "p" * 8 + "l" * 5)
         self._keep = declare(library, "narrows_keep", "p" * 5 + "llll")
+        self._pack = declare(library, "narrows_pack", "ppp" + "ll")
+        self._keep_packed = declare(library, "narrows_keep_packed", "p" * 5 + "llll")
+        self._pack.restype = self._keep_packed.restype = ctypes.c_long
         self._plain = ReferenceKernels()
         self._has_tiles = torch.cpu._is_amx_tile_supported()
 
@@ -332,6 +335,32 @@ class NativeKernels:
             entry_dim * memory.element_size(),
         )
 
+    def pack_entries(self, memory: Tensor, ids: Tensor, out: Tensor) -> int:
+        check_packable(memory)
+        count, width = len(ids), memory.shape[1]
+        if out.dtype is not torch.uint8 or not out.is_contiguous() or out.numel() < count * (2 * width + 1):
+            raise KernelError(f"out: want {count * (2 * width + 1)} contiguous uint8, got {describe(out)}")
+        return int(self._pack(out.data_ptr(), memory.data_ptr(), indices("ids", ids, count), count, width))
+
+    def keep_packed(self, memory: Tensor, states: Tensor, ids: Tensor, counts: Tensor, packed: Tensor) -> int | None:
+        check_packable(memory)
+        check_states(states)
+        rows, width = ids.shape
+        if packed.dtype is not torch.uint8 or not packed.is_contiguous() or packed.dim() != 2 or len(packed) != rows:
+            raise KernelError(f"packed: want contiguous uint8 [{rows}, bytes], got {describe(packed)}")
+        bad = self._keep_packed(
+            memory.data_ptr(),
+            states.data_ptr(),
+            packed.data_ptr(),
+            indices("ids", ids, rows * width),
+            indices("counts", counts, rows),
+            rows,
+            width,
+            packed.shape[1],
+            memory.shape[1],
+        )
+        return None if bad < 0 else int(bad)
+
 
 def new_crew(library: ctypes.CDLL, num_threads: int) -> int:
     """The address of a crew of threads, to be given back to narrows_crew_free."""
@@ -375,6 +404,12 @@ def check_like(name: str, x: Tensor, like: Tensor, shape: tuple[int, ...] | None
 def check_states(states: Tensor) -> None:
     if states.dtype is not torch.int8 or not states.is_contiguous():
         raise KernelError(f"states: want contiguous int8, got {describe(states)}")
+
+
+def check_packable(memory: Tensor) -> None:
+    width = memory.shape[-1]
+    if memory.dtype is not torch.bfloat16 or not memory.is_contiguous() or width % 2 or width > 2 * MAX_HEAD_DIM:
+        raise KernelError(f"memory: want contiguous bfloat16 entries of an even size, got {describe(memory)}")
 
 
 def check_head_dim(head_dim: int) -> None:

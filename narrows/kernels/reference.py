@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -145,6 +147,58 @@ class ReferenceKernels:
         for r, count in enumerate(counts.tolist()):
             memory[ids[r, :count].long()] = rows[r, :count]
             states[ids[r, :count].long()] = 1
+
+    def pack_entries(self, memory: Tensor, ids: Tensor, out: Tensor) -> int:
+        at = 0
+        for entry in memory[ids.long()].view(torch.int16).numpy().view(np.uint16):
+            data = _pack(entry)
+            out[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            at += len(data)
+        return at
+
+    def keep_packed(self, memory: Tensor, states: Tensor, ids: Tensor, counts: Tensor, packed: Tensor) -> int | None:
+        for row, count in enumerate(counts.tolist()):
+            data = packed[row].numpy().tobytes()
+            for id in ids[row, :count].tolist():
+                size, values = _unpack(data, memory.shape[1])
+                if size > len(data):
+                    return row
+                memory[id] = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+                states[id] = 1
+                data = data[size:]
+        return None
+
+
+_FAR = 15  # an exponent so far below the largest is listed
+
+
+def _pack(entry: "npt.NDArray[np.uint16]") -> bytes:
+    """See csrc/pack.c."""
+    exponents = (entry >> 7 & 255).astype(np.uint8)
+    largest = int(exponents.max())
+    below = np.minimum(largest - exponents, _FAR).astype(np.uint8)
+    far = exponents[below == _FAR]
+    if not largest or len(far) >= len(entry) // 2:
+        return bytes(1) + entry.tobytes()
+    low, high = np.split(below, 2)
+    rest = (entry >> 8 & 128 | entry & 127).astype(np.uint8)
+    return b"".join((bytes([largest]), (low | high << 4).tobytes(), rest.tobytes(), far.tobytes()))
+
+
+def _unpack(data: bytes, num_values: int) -> tuple[int, "npt.NDArray[np.uint16]"]:
+    """The size of the first packed entry, which may be beyond the data, and its values if it is not."""
+    half, size = num_values // 2, 1 + num_values // 2 + num_values
+    if len(data) < size or not data[0]:
+        size = 1 + 2 * num_values
+        return size, np.frombuffer(data[1:size].ljust(2 * num_values), np.uint16).copy()
+    pairs = np.frombuffer(data, np.uint8, half, 1)
+    below = np.concatenate([pairs & 15, pairs >> 4])
+    rest = np.frombuffer(data, np.uint8, num_values, 1 + half).astype(np.uint16)
+    far = np.flatnonzero(below == _FAR)
+    exponents = data[0] - below.astype(np.int64) & 255
+    exponents[far] = np.frombuffer(data[size : size + len(far)].ljust(len(far)), np.uint8)
+    values = (rest & 128) << 8 | exponents.astype(np.uint16) << 7 | rest & 127
+    return size + len(far), values.astype(np.uint16)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from secrets import token_bytes
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ from narrows.select.base import MetadataLayout, Selector
 from narrows.transfer.base import Region, Transport
 from narrows.transfer.courier import Courier
 from narrows.transfer.fetcher import Fetcher
-from narrows.transfer.parcel import Source
+from narrows.transfer.parcel import Pack, Source
 
 
 def build_model(
@@ -76,7 +78,12 @@ def build_instance(
         phase = PrefillPhase(
             Runner(model, pool, attention, layout.page_size, is_decode=False, tracer=tracer),
             cache,
-            Courier(Source(layout, region, metadata.region, metadata.rows), transport, clock, tracer),
+            Courier(
+                Source(layout, region, metadata.region, metadata.rows, packer(attention.kernels, pool)),
+                transport,
+                clock,
+                tracer,
+            ),
             Planner(layout.num_layers, handing.scheme, handing.profile, handing.timing),
             ending,
             describe=metadata.describer(handing.selector, pool.layers),
@@ -145,6 +152,18 @@ def build_instance(
     )
     instance = Instance(phase, channel, transport, tracer)
     return instance, info
+
+
+def packer(kernels: Kernels, pool: KVPool) -> Pack | None:
+    """How this pool's entries are packed, if their dtype can be."""
+    if pool.layers[0].dtype is not torch.bfloat16:
+        return None
+    layers = [layer.view(-1, layer.shape[-1]) for layer in pool.layers]
+
+    def pack(layer: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint8]) -> int:
+        return kernels.pack_entries(layers[layer], torch.from_numpy(ids), torch.from_numpy(out))
+
+    return pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from narrows.attention.selective import SelectiveAttention
 from narrows.core.ids import InstanceId
 from narrows.core.plan import Landing
 from narrows.core.request import Request
+from narrows.core.scheme import SCHEMES, Scheme
 from narrows.core.wire import (
     Failed,
     HandOver,
@@ -57,8 +58,7 @@ class Seat:
     complete: bool = False  # all of that KV is here
     settled: bool = False  # and prefill will write nothing more
     origin: Origin | None = None
-    parallel_lanes: bool = True
-    speculative: float | None = 0.0
+    scheme: Scheme = SCHEMES["full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class DecodePhase:
                 self._selection.attention.describe(layer, slots)
         self._running[key] = self._reserved.pop(key)
         seat.origin, seat.settled = Origin(*key, peer, seat.prompt_tokens), note.full
-        seat.parallel_lanes, seat.speculative = note.parallel_lanes, note.speculative
+        seat.scheme = note.scheme
         seat.request = replace(seat.request, output=(*seat.request.output, note.token))
         self.report.started.append(Started(*key, handover_bytes=seat.arrived_bytes))
 
@@ -261,12 +261,14 @@ class DecodePhase:
         """Tell the attention which requests lack KV, and where it is."""
         lacking = [seat for seat in seats if not seat.complete]
         attention.begin(
-            [not seat.complete for seat in seats], parallel_lanes=all(seat.parallel_lanes for seat in lacking)
+            [not seat.complete for seat in seats],
+            parallel_lanes=all(seat.scheme.parallel_lanes for seat in lacking),
+            packed=all(seat.scheme.packed for seat in lacking),
         )
         if lacking:
             assert self._selection is not None
             self._selection.fetcher.begin(
-                [seat.origin for seat in seats], grants=any(seat.speculative != 0.0 for seat in seats)
+                [seat.origin for seat in seats], grants=any(seat.scheme.speculative != 0.0 for seat in seats)
             )
 
     def _apply(self, plan: Sequence[tuple[Key, Seat]], logits: Tensor, attention: SelectiveAttention | None) -> None:

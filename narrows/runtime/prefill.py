@@ -265,7 +265,7 @@ class PrefillPhase:
         )
 
         def note(scheme: Scheme, full: bool) -> bytes:
-            return encode(HandOver(token, num_tokens, full, scheme.parallel_lanes, scheme.speculative))
+            return encode(HandOver(token, num_tokens, full, scheme))
 
         self.courier.finish(job.key, note)
 

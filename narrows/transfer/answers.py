@@ -8,6 +8,7 @@ carries the note.
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from narrows.core.plan import RegionKey
 from narrows.core.wire import Fetch, Fetched, Wanted
@@ -16,6 +17,8 @@ from narrows.transfer.base import Copy, Post, Priority, Region, Tag
 from narrows.transfer.parcel import ON_DEMAND, Key, Parcel, Source
 from narrows.transfer.positions import Positions, decode_positions
 from narrows.transfer.staging import StagingRing
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Answer:
@@ -64,15 +67,21 @@ class Gatherer:
         self._entries = np.frombuffer(source.pool.buffer, np.uint8, layout.total_bytes).reshape(shape)
         self._num_heads = layout.num_kv_heads
         self._entry_bytes = layout.entry_bytes
-        self._region = allocate(layout.layer_bytes)
+        self._pack = source.pack
+        size = layout.num_slots * layout.num_kv_heads * (layout.entry_bytes + 1)  # a layer, packed in vain
+        self._region = allocate(size)
         self._memory = np.frombuffer(self._region.buffer, np.uint8)
-        self.ring = StagingRing(layout.layer_bytes)
+        self.ring = StagingRing(size)
 
     def next_post(self, answer: Answer, tag: str, note: bytes) -> tuple[Post, int | None] | None:
         """A post of the answer's next rows, as many as the ring holds, and its piece of the ring; None while there is
-        no room. Behind the last row comes the note, and answer.rows is empty."""
-        entry_bytes, layer = self._entry_bytes, answer.fetch.layer
-        sizes = np.cumsum([len(positions) * entry_bytes for *_, positions in answer.rows])
+        no room. Behind the last row comes the note, and answer.rows is empty. Raises TransportError when it can not be
+        answered."""
+        fetch = answer.fetch
+        if fetch.packed and self._pack is None:
+            raise TransportError("entries of this dtype can not be packed")
+        room = np.array([len(positions) * (self._entry_bytes + fetch.packed) for *_, positions in answer.rows])
+        sizes = np.cumsum(room)
         count = int(np.searchsorted(sizes, self.ring.size, side="right"))
         if len(sizes) and not count:
             raise TransportError("a row of wanted entries is larger than a whole layer")
@@ -81,20 +90,17 @@ class Gatherer:
             return None
         sources, targets, lengths = [], [], []
         at = piece or 0
-        for parcel, wanted, head, positions in answer.rows[:count]:
-            num_bytes = len(positions) * entry_bytes
-            place = self._memory[at : at + num_bytes].reshape(-1, entry_bytes)
-            ids = parcel.slots[positions].astype(np.int64) * self._num_heads + head
-            np.take(self._entries[layer], ids, axis=0, out=place, mode="clip")  # "raise" would copy twice
+        for (parcel, wanted, head, positions), size in zip(answer.rows[:count], room.tolist()[:count], strict=True):
+            ids = (parcel.slots[positions] * self._num_heads + head).astype(np.int32)
             sources.append(at)
             targets.append(wanted.target + head * wanted.stride)
-            lengths.append(num_bytes)
-            at += num_bytes
+            lengths.append(self._gather(fetch.layer, ids, self._memory[at : at + size], packed=fetch.packed))
+            at += lengths[-1]
         answer.rows = answer.rows[count:]
         copy = Copy(self._region, _ints(sources), _ints(targets), _ints(lengths))
-        region: RegionKey = answer.fetch.region
+        region: RegionKey = fetch.region
         post = Post(
-            Tag(tag, answer.fetch.ticket, layer),
+            Tag(tag, fetch.ticket, fetch.layer),
             Priority.ON_DEMAND,
             region,
             (copy,) if count else (),
@@ -102,6 +108,15 @@ class Gatherer:
         )
         return post, piece
 
+    def _gather(self, layer: int, ids: npt.NDArray[np.int32], place: Bytes, *, packed: bool) -> int:
+        """Entries of a layer, one behind the other; returns their bytes."""
+        if packed:
+            assert self._pack is not None
+            return self._pack(layer, ids, place)
+        rows = place.reshape(-1, self._entry_bytes)
+        np.take(self._entries[layer], ids, axis=0, out=rows, mode="clip")  # "raise" would copy twice
+        return len(place)
 
-def _ints(values: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+
+def _ints(values: list[int]) -> npt.NDArray[np.int64]:
     return np.array(values, dtype=np.int64)

@@ -87,7 +87,9 @@ class Fetcher:
             region = self._memory[layer % 2] = self._transport.allocate(1 << (num_bytes - 1).bit_length())
         return region.buffer[:num_bytes]
 
-    def fetch(self, layer: int, wanted: Sequence[tuple[int, list[Positions]]], row_bytes: int) -> int:
+    def fetch(
+        self, layer: int, wanted: Sequence[tuple[int, list[Positions]]], row_bytes: int, *, packed: bool = False
+    ) -> int:
         self._end_idle_window()
         region = self._memory[layer % 2]
         assert region is not None
@@ -107,7 +109,7 @@ class Fetcher:
             try:
                 if peer in self._lost:
                     raise PeerLost(peer, "it is gone")
-                self._transport.send(peer, encode(Fetch(number, layer, region.key, tuple(items))))
+                self._transport.send(peer, encode(Fetch(number, layer, region.key, tuple(items), packed)))
             except PeerLost:
                 ticket.broken.update(ticket.owed.pop(peer, ()))  # nothing was asked: nothing will be written
         return number

@@ -21,14 +21,19 @@ METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE = "metadata", "proactive", "on_deman
 PATHS = (METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE)
 
 
+Pack = Callable[[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]], int]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a prefill instance sends from."""
+    """What a prefill instance sends from. `pack(layer, ids, out)` writes those KV entries of a layer (id = slot * Hkv +
+    head) to `out` in fewer bytes and returns how many; None: entries of this dtype are not packed."""
 
     layout: KVLayout
     pool: Region
     metadata: Region | None  # None: no selector, or one without key-derived metadata
     rows: MetadataRows
+    pack: Pack | None = None
 
 
 @dataclass(frozen=True, slots=True)

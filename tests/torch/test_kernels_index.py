@@ -315,6 +315,74 @@ def test_keep(kernels: Kernels, counts: list[int], entry_dim: int, dtype: torch.
         assert torch.equal(marked, states)
 
 
+# ---- packed entries
+
+
+def awkward_entries(entry_dim: int) -> dict[str, Tensor]:
+    """Rows of bfloat16 that exponents make easy, hard or impossible to pack."""
+    generator = torch.Generator().manual_seed(entry_dim)
+    bits = torch.randint(-(1 << 15), 1 << 15, (40, entry_dim), generator=generator, dtype=torch.int32)
+    wide = torch.randn(40, entry_dim, generator=generator)
+    wide[:, ::5] *= 2.0 ** -torch.randint(10, 30, wide[:, ::5].shape, generator=generator).float()
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-39, -3e-39, 3e38])
+    return {
+        "normal": torch.randn(40, entry_dim, generator=generator).bfloat16(),
+        "far apart": wide.bfloat16(),
+        "any bits": bits.to(torch.int16).view(torch.bfloat16),
+        "zeros": torch.zeros(40, entry_dim).bfloat16(),
+        "special": special[torch.randint(0, 8, (40, entry_dim), generator=generator)].bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("entry_dim", [2, 24, 128, 256])
+def test_packed_entries_come_back_to_the_bit(kernels: Kernels, entry_dim: int) -> None:
+    for name, memory in awkward_entries(entry_dim).items():
+        ids = torch.randperm(40, generator=torch.Generator().manual_seed(1), dtype=torch.int32)[:31]
+        for packs, keeps in ((kernels, REFERENCE), (REFERENCE, kernels), (kernels, kernels)):
+            packed = torch.full((2, 20 * (2 * entry_dim + 1)), 77, dtype=torch.uint8)
+            sizes = [packs.pack_entries(memory, part, row) for part, row in zip(ids.split(20), packed, strict=True)]
+            for size, part in zip(sizes, ids.split(20), strict=True):
+                assert size <= len(part) * (2 * entry_dim + 1), name
+                if name == "normal" and entry_dim >= 24:  # a byte, and 12 bits a value, few of them too far apart
+                    assert size <= len(part) * (1 + 1.5 * entry_dim) + 3
+            emptied, states = torch.full_like(memory, 5.0), torch.full((40,), 2, dtype=torch.int8)
+            rows = torch.zeros(2, 20, dtype=torch.int32)
+            rows[0], rows[1, :11] = ids[:20], ids[20:]
+            num = torch.tensor([20, 11], dtype=torch.int32)
+            assert keeps.keep_packed(emptied, states, rows, num, packed) is None
+            there = torch.zeros(40, dtype=torch.bool)
+            there[ids.long()] = True
+            assert torch.equal(emptied.view(torch.int16)[there], memory.view(torch.int16)[there]), name
+            assert bool((emptied[~there] == 5.0).all())
+            assert torch.equal(states == 1, there)
+
+
+def test_packed_entry_by_hand(kernels: Kernels) -> None:
+    """1.5 is 0x3fc0, -0.25 is 0xbe80, 2^-30 is 0x3080, 2.0 is 0x4000: exponents 127, 125, 97, 128."""
+    memory = torch.tensor([[1.5, -0.25, 2.0**-30, 2.0] * 2]).bfloat16()
+    out = torch.zeros(17, dtype=torch.uint8)
+    for each in (kernels, REFERENCE):
+        size = each.pack_entries(memory, torch.zeros(1, dtype=torch.int32), out)
+        assert bytes(out[:size].tolist()).hex() == "80" + "1133ff00" + "40800000" * 2 + "6161"
+
+
+def test_packed_rows_that_end_too_early(kernels: Kernels) -> None:
+    memory, states = torch.randn(6, 32).bfloat16(), torch.zeros(6, dtype=torch.int8)
+    memory[:, 3] = 2.0**-40
+    ids, num = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([3, 3], dtype=torch.int32)
+    packed = torch.zeros(2, 3 * 65, dtype=torch.uint8)
+    size = [kernels.pack_entries(memory, row, out) for row, out in zip(ids, packed, strict=True)]
+    assert size[0] == size[1] == 3 * (1 + 16 + 32 + 1)
+    for each in (kernels, REFERENCE):
+        for cut in range(size[1]):
+            assert each.keep_packed(memory.clone(), states, ids, num, packed[:, :cut].contiguous()) == 0
+        assert each.keep_packed(memory.clone(), states, ids, num, packed[:, : size[1]].contiguous()) is None
+        damaged = packed[:, : size[1]].clone()
+        damaged[1, 0] = 0  # "as it is", which is longer
+        assert each.keep_packed(memory.clone(), states, ids, num, damaged) == 1
+        assert each.keep_packed(memory.clone(), states, ids, num - 3, damaged) is None
+
+
 # ---- arguments
 
 
@@ -378,3 +446,12 @@ def test_wrong_arguments(kernels: Kernels) -> None:
         kernels.locate(ids, num, batch, states.bool())
     with pytest.raises(KernelError, match="positions: 2 rows are no KV heads of 3 requests"):
         kernels.locate(ids, num, paged_batch([4, 4, 4], [[1], [1], [1]], 8))
+
+    halves, out = torch.randn(9, 8).bfloat16(), torch.zeros(34, dtype=torch.uint8)
+    kernels.pack_entries(halves, num, out)
+    with pytest.raises(KernelError, match="out: want 34 contiguous uint8"):
+        kernels.pack_entries(halves, num, out[:33])
+    with pytest.raises(KernelError, match="memory: want contiguous bfloat16 entries"):
+        kernels.pack_entries(entries, num, out)
+    with pytest.raises(KernelError, match=r"packed: want contiguous uint8 \[2, bytes\]"):
+        kernels.keep_packed(halves, states, ids, num, out)
