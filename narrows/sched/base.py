@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from narrows.core.ids import InstanceId
+from narrows.sched.group import Placement, Waiting
+from narrows.sched.state import GroupState
 from narrows.sched.view import ClusterView, Demand
 
 
@@ -18,3 +20,15 @@ class Policy(Protocol):
     def choose_prefill(self, view: ClusterView, demand: Demand, now_s: float) -> InstanceId | None: ...
 
     def choose_decode(self, view: ClusterView, demand: Demand, now_s: float) -> InstanceId | None: ...
+
+
+class GroupPolicy(Protocol):
+    """Places one request after the other in a decode group. A pure function of its arguments; ties are broken by them
+    alone, the lowest instance first unless the policy's publication says otherwise."""
+
+    name: str
+    rebalances: bool  # MoE bindings of active requests may move within their KV bindings from step to step
+
+    def place(self, state: GroupState, request: Waiting, now_s: float) -> Placement | None:
+        """Where the request goes, feasible by state.can_allocate; None: nowhere now, it waits. Changes nothing."""
+        ...
