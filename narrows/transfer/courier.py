@@ -28,7 +28,6 @@ from narrows.core.scheme import Scheme
 from narrows.core.trace import GATHER, Tracer
 from narrows.core.wire import Delivered, Fetch, Grant, Refusal, Settled
 from narrows.errors import PeerLost, TransportError
-from narrows.kv.layout import DENSE_LAYERS
 from narrows.transfer.answers import Answer, Gatherer
 from narrows.transfer.base import (
     Done,
@@ -45,11 +44,10 @@ from narrows.transfer.base import (
 from narrows.transfer.codec import decode, encode
 from narrows.transfer.meter import LinkMeter
 from narrows.transfer.parcel import METADATA, ON_DEMAND, PATHS, PROACTIVE, SPECULATIVE, Key, Parcel, Plan, Source
-from narrows.transfer.plan import Ints, Slots, num_pushed
+from narrows.transfer.plan import Ints, Slots
 from narrows.transfer.signal import Signal
 
 CONNECT_TIMEOUT_S = 2.0
-FULL_FROM = 0.95  # an adaptive hand-over is full when at least this part of it crosses during prefill
 WINDOW_S = 0.03  # how much of the link's time is handed to the transport ahead
 LEAST_WINDOW, MOST_WINDOW = 32 * 1024, 16 * 2**20
 ENDINGS_KEPT = 4096  # of hand-overs that are over, for fetches that cross with the last of the KV
@@ -297,16 +295,7 @@ class Courier:
         """Full or selective, and how much is pushed: once the link's rate is known, or the scheme says."""
         bound = parcel.bound
         assert bound is not None
-        scheme, delivery, layout = bound.plan.scheme, bound.delivery, self._source.layout
-        if parcel.full is not None:
-            return
-        if scheme.full:
-            parcel.full = True
-            return
-        blocks = layout.num_layers * delivery.num_blocks
-        if scheme.fraction is not None:
-            parcel.full = False
-            delivery.push(max(int(scheme.fraction * blocks), DENSE_LAYERS * delivery.num_blocks))
+        if parcel.full is not None or parcel.decide_by_scheme(self._source.layout):
             return
         rate = self._meter(bound.peer).bytes_per_s
         if rate is None:
@@ -314,15 +303,7 @@ class Courier:
                 return
             rate = math.inf  # so little that nothing can be learned from it
         waiting = sum(other.in_flight[path] for other in self._parcels.values() for path in (METADATA, PROACTIVE))
-        rows = self._source.rows
-        metadata = (layout.num_layers - DENSE_LAYERS) * rows.row_bytes * parcel.num_tokens / rows.tokens_per_row
-        kv = layout.num_layers * layout.token_bytes * parcel.num_tokens
-        parcel.transfer_s = (kv + metadata + waiting) / rate
-        count = num_pushed(layout.num_layers, delivery.num_blocks, bound.plan.prefill_s, parcel.transfer_s)
-        parcel.full = scheme.adaptive and count >= FULL_FROM * blocks
-        # Equation 2 counts the metadata as part of everything; it crosses first, so the blocks have what is left.
-        count = max(int(count - blocks * metadata / (kv + metadata)), DENSE_LAYERS * delivery.num_blocks)
-        delivery.push(count)
+        pushed, blocks = parcel.decide_by_rate(self._source, rate, waiting)
         # Each hand-over is decided anew; a person wants to hear of it when it comes out otherwise than the last.
         level = logging.DEBUG if self._decided.get(bound.peer) is parcel.full else logging.INFO
         self._decided[bound.peer] = parcel.full
@@ -332,11 +313,11 @@ class Courier:
             parcel.key[0],
             "full" if parcel.full else "selective",
             bound.landing.instance,
-            kv / 1e6,
+            self._source.layout.num_layers * self._source.layout.token_bytes * parcel.num_tokens / 1e6,
             parcel.transfer_s,
             rate * 8e-9,
             bound.plan.prefill_s,
-            blocks if parcel.full else count,
+            pushed,
             blocks,
         )
 

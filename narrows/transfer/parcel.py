@@ -13,12 +13,13 @@ from narrows.kv.blocks import block_edges
 from narrows.kv.layout import DENSE_LAYERS, KVLayout, MetadataRows
 from narrows.transfer.base import Copy, PeerName, Post, PostId, Priority, Put, Region, Tag
 from narrows.transfer.delivery import Delivery
-from narrows.transfer.plan import Ints, plan_copies, plan_mask
+from narrows.transfer.plan import Ints, num_pushed, plan_copies, plan_mask
 
 Key = tuple[str, int]  # request and generation
 
 METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE = "metadata", "proactive", "on_demand", "speculative"
 PATHS = (METADATA, PROACTIVE, ON_DEMAND, SPECULATIVE)
+FULL_FROM = 0.95  # an adaptive hand-over is full when at least this part of it crosses during prefill
 
 
 Pack = Callable[[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]], int]
@@ -100,6 +101,34 @@ class Parcel:
             delivery.store(layer, count)
         target = layout.resized(landing.num_slots // layout.page_size)
         self.bound = Bound(landing, target, slots, peer, plan, delivery)
+
+    def decide_by_scheme(self, layout: KVLayout) -> bool:
+        """Whether the scheme alone says that it is full, or how much is pushed."""
+        assert self.bound is not None
+        scheme, delivery = self.bound.plan.scheme, self.bound.delivery
+        if scheme.full:
+            self.full = True
+        elif scheme.fraction is not None:
+            self.full = False
+            blocks = int(scheme.fraction * layout.num_layers * delivery.num_blocks)
+            delivery.push(max(blocks, DENSE_LAYERS * delivery.num_blocks))
+        return self.full is not None
+
+    def decide_by_rate(self, source: Source, bytes_per_s: float, waiting_bytes: int) -> tuple[int, int]:
+        """Full or selective, and how much is pushed, by equation 2, behind what waits for the link already. Returns how
+        many KV blocks are pushed, and of how many."""
+        assert self.bound is not None
+        plan, delivery, layout, rows = self.bound.plan, self.bound.delivery, source.layout, source.rows
+        blocks = layout.num_layers * delivery.num_blocks
+        metadata = (layout.num_layers - DENSE_LAYERS) * rows.row_bytes * self.num_tokens / rows.tokens_per_row
+        kv = layout.num_layers * layout.token_bytes * self.num_tokens
+        self.transfer_s = (kv + metadata + waiting_bytes) / bytes_per_s
+        count = num_pushed(layout.num_layers, delivery.num_blocks, plan.prefill_s, self.transfer_s)
+        self.full = plan.scheme.adaptive and count >= FULL_FROM * blocks
+        # Equation 2 counts the metadata as part of everything; it crosses first, so the blocks have what is left.
+        count = max(int(count - blocks * metadata / (kv + metadata)), DENSE_LAYERS * delivery.num_blocks)
+        delivery.push(count)
+        return blocks if self.full else count, blocks
 
     def kv_post(self, source: Source, priority: Priority, layers: Ints, tokens: Ints, heads: Ints | None) -> Post:
         """These KV entries (None: of all heads), then the mask updates that say so (section 4.2)."""
