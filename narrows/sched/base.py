@@ -8,10 +8,10 @@ from narrows.sched.state import GroupState
 from narrows.sched.view import ClusterView, Demand
 
 
-class Policy(Protocol):
-    """Chooses instances; None means that none has room now and the request waits.
+class PrefillPolicy(Protocol):
+    """Chooses a prefill instance; None means that none has room now and the request waits.
 
-    Choosing is in two halves because they become possible at different times: prefill may run while no decode
+    It is apart from placing at decode because that becomes possible at another time: prefill may run while no decode
     instance has room (its KV then waits at prefill).
     """
 
@@ -19,15 +19,15 @@ class Policy(Protocol):
 
     def choose_prefill(self, view: ClusterView, demand: Demand, now_s: float) -> InstanceId | None: ...
 
-    def choose_decode(self, view: ClusterView, demand: Demand, now_s: float) -> InstanceId | None: ...
-
 
 class GroupPolicy(Protocol):
     """Places one request after the other in a decode group. A pure function of its arguments; ties are broken by them
     alone, the lowest instance first unless the policy's publication says otherwise."""
 
     name: str
-    rebalances: bool  # MoE bindings of active requests may move within their KV bindings from step to step
+    # MoE bindings of active requests may move within their KV bindings from step to step, and a request that outgrows
+    # its members gets a further one. False: they move only where the next token has no room, and who outgrows is stuck.
+    rebalances: bool
 
     def place(self, state: GroupState, request: Waiting, now_s: float) -> Placement | None:
         """Where the request goes, feasible by state.can_allocate; None: nowhere now, it waits. Changes nothing."""

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class Bindings:
     """Requests and where they are. Row r's KV binding is members[starts[r]:starts[r + 1]], ascending; shard i of it
-    holds shards[i] tokens. `moe[r]` is one of the members."""
+    holds shards[i] tokens, the next one's not included. `moe[r]` is one of the members."""
 
     moe: Ints  # [R]
     starts: Ints  # [R + 1]
@@ -46,7 +46,8 @@ class Bindings:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A request that waits for room at decode. `num_tokens` are those whose KV must be held, the next one's included;
-    `cached` are tokens of its prefix that each instance of the group holds already, None: nobody holds any."""
+    `cached` are tokens of its prefix that each instance of the group holds already, None: nobody holds any. One that
+    was preempted keeps its `since_s`, hence its place in the line."""
 
     num_tokens: int
     since_s: float
@@ -65,16 +66,23 @@ class GroupView:
     max_num_seqs: int  # of one instance's MoE batch
     active: Bindings
     waiting: tuple[Waiting, ...] = ()
+    num_placed: int = 0  # requests this group ever took in: what rotating policies turn by
+    cross_nodes: bool = False  # KV bindings may reach over nodes
+    # [W] requests placed earlier whose KV is on its way, by MoE binding; their pages and tokens are in the loads above,
+    # they are in no step yet. None: there are none.
+    arriving: Ints | None = None
 
     @property
     def batches(self) -> Ints:
-        """B_s: requests whose MoE binding each instance is, [W]."""
-        return np.bincount(self.active.moe, minlength=len(self.nodes))
+        """B_s: requests whose MoE binding each instance is, those on their way included, [W]. A new array."""
+        bound = np.bincount(self.active.moe, minlength=len(self.nodes))
+        return bound if self.arriving is None else bound + self.arriving
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes: its MoE binding, its KV binding (ascending) and the tokens of each shard."""
+    """Where a request goes: its MoE binding, its KV binding (ascending) and the tokens of each shard. They add up to
+    `Waiting.num_tokens`; the slot of the next token is at the MoE binding, so that shard has at least one."""
 
     moe: int
     members: tuple[int, ...]
@@ -83,8 +91,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """Of one step. A request in `grown` gets that instance as a further member, where its new tokens are stored: none
-    of its members had room for the next one. One in `stuck` finds no room in the whole group and must be preempted."""
+    """Of one step. A request in `grown` gets that instance as a further member and MoE binding, where its new tokens
+    are stored: none of its members had room for the next one. One in `stuck` finds no room on its node (where bindings
+    may cross nodes: in the group), keeps its MoE binding in `moe`, takes no part in the step and must be preempted."""
 
     moe: Ints  # [R] the MoE binding of each active request from now on
     admitted: tuple[tuple[int, Placement], ...] = ()  # (index in `waiting`, where it goes)
