@@ -1,9 +1,9 @@
 """One sender's link: bytes at a rate, the most urgent class first, one transfer at a time inside a class.
 
 The rule is that of the transports (transfer.base): a more urgent class waits for no more than one block of a less
-urgent one, and what has one class is sent in the order in which it was asked for. Between block edges bytes flow evenly,
-so a transfer costs a few heap operations however long it is. What a receiver takes in from several senders does not
-contend.
+urgent one, and what has one class is sent in the order in which it was asked for. Between block edges bytes flow
+evenly, so a transfer costs a few heap operations however long it is. What a receiver takes in from several senders
+does not contend.
 """
 
 import heapq
