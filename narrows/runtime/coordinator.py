@@ -11,8 +11,10 @@ one attempt occupies on instances; it outlives the track until every instance ha
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId, Role
@@ -39,7 +41,10 @@ from narrows.errors import QueueFull, RequestError, Unavailable
 from narrows.kv.layout import pages_for
 from narrows.runtime.client import Output, Sink
 from narrows.runtime.ledger import Hold, HoldKey, Member, Track
-from narrows.sched.base import Policy
+from narrows.sched.base import GroupPolicy, PrefillPolicy
+from narrows.sched.group import Bindings, GroupView, Waiting
+from narrows.sched.least_batch import LeastBatch
+from narrows.sched.state import GroupState
 from narrows.sched.view import ClusterView, Demand, InstanceView
 
 MAX_LOSSES = 2  # how many lost instances or links one request survives
@@ -50,14 +55,16 @@ class Coordinator:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: GroupPolicy,  # of degree 1: decode attends to what one instance holds
         *,
+        prefill: PrefillPolicy | None = None,  # None: the fewest requests
         max_queue: int,
         max_model_len: int,
         vocab_size: int,
         observe: Callable[[Event], None],
     ) -> None:
         self._policy = policy
+        self._prefill = prefill or LeastBatch()
         self._max_queue = max_queue
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -67,6 +74,7 @@ class Coordinator:
         self._roomless: OrderedDict[str, Track] = OrderedDict()  # sent to prefill, decode room not yet asked for
         self._holds: dict[HoldKey, Hold] = {}
         self._members: dict[InstanceId, Member] = {}
+        self._num_placed = 0  # at decode, ever
         self.outbox: deque[tuple[InstanceId, ToInstance]] = deque()
         self.refusal: str = ""  # set when nothing can be served: new requests are refused with it
 
@@ -244,7 +252,7 @@ class Coordinator:
         while self._queue:
             track = next(iter(self._queue.values()))
             demand = Demand(track.request.num_tokens + 1, track.needs_decode)
-            prefill = self._policy.choose_prefill(self.view(), demand, now_s)
+            prefill = self._prefill.choose_prefill(self.view(), demand, now_s)
             if prefill is None:
                 break
             del self._queue[track.request.id]
@@ -256,12 +264,37 @@ class Coordinator:
 
     def _reserve(self, track: Track, now_s: float) -> bool:
         hold = self._hold(track)
-        decode = self._policy.choose_decode(self.view(), Demand(hold.num_tokens, True), now_s)
-        if decode is None:
+        instances = [i for i in sorted(self._members) if self._members[i].info.role is Role.DECODE]
+        if not instances:
             return False
-        hold.decode = decode
-        self.outbox.append((decode, Reserve(hold.request)))  # as prefill got it: a token may have come since
+        state = GroupState(self.group_view(instances))
+        placement = self._policy.place(state, Waiting(hold.num_tokens, track.request.arrival_s), now_s)
+        if placement is None:
+            return False
+        assert len(placement.members) == 1, f"{self._policy.name} spreads a request, decode can not"
+        hold.decode = instances[placement.moe]
+        self._num_placed += 1
+        self.outbox.append((hold.decode, Reserve(hold.request)))  # as prefill got it: a token may have come since
         return True
+
+    def group_view(self, instances: Sequence[InstanceId]) -> GroupView:
+        """The decode instances as a group: what `view` says of them, request by request. Nothing waits in it."""
+        index = {instance: i for i, instance in enumerate(instances)}
+        infos = [self._members[instance].info for instance in instances]
+        held = [(index[hold.decode], hold.num_tokens) for hold in self._holds.values() if hold.decode in index]
+        moe, tokens = np.array(held, np.int64).reshape(-1, 2).T
+        pages = -(-tokens // infos[0].page_size)
+        tokens = tokens - 1  # the next one's place is taken, its KV is not there yet
+        return GroupView(
+            nodes=np.zeros(len(infos), np.int64),
+            num_pages=np.array([info.num_pages for info in infos]),
+            used_pages=np.bincount(moe, pages, len(infos)).astype(np.int64),
+            kv_tokens=np.bincount(moe, tokens, len(infos)).astype(np.int64),
+            page_size=infos[0].page_size,
+            max_num_seqs=infos[0].max_num_seqs,
+            active=Bindings(moe, np.arange(len(moe) + 1), moe, tokens),
+            num_placed=self._num_placed,
+        )
 
     def view(self) -> ClusterView:
         """What policies decide from: the coordinator's own books, not the instances' reports, which lag behind."""

@@ -1,0 +1,38 @@
+"""UniformCP: the same CP degree for every request, in fixed groups of instances.
+
+Helix parallelism (Bhatia et al., arXiv:2507.07120, 2025) shards every request's KV over one fixed group;
+NanoCP compares with it as 16DP2CP, 8DP4CP and 4DP8CP (sections 2.3.2 and 6.1). The groups are runs of consecutive
+instances of a node; a group is chosen like vLLM's default chooses an instance there, by its number of requests. Helix
+binds a request's MoE to all of its group by tensor or expert parallelism; here, as in NanoCP's figure 7, to the member
+with the smallest batch. Instances of a node beyond a multiple of the degree form a smaller group.
+"""
+
+import numpy as np
+
+from narrows.sched.choosing import cp_groups, smallest
+from narrows.sched.group import Placement, Waiting
+from narrows.sched.state import GroupState
+
+
+class UniformCP:
+    """The group with the fewest requests for each of its instances, of equal ones the least KV, then the lowest; there
+    the smallest batch, and the same number of tokens on each member, where that leaves a rest one more at the MoE
+    binding and the lowest others."""
+
+    rebalances = False
+
+    def __init__(self, degree: int = 8) -> None:
+        self.name = f"uniform-cp:{degree}"
+        self.degree = degree
+
+    def place(self, state: GroupState, request: Waiting, now_s: float) -> Placement | None:
+        groups = cp_groups(state.nodes, self.degree)
+        groups.sort(key=lambda members: (state.batches[members].mean(), state.kv_tokens[members].mean()))
+        for members in groups:
+            moe = smallest(members, state.batches)
+            split = np.full(len(members), request.num_tokens // len(members))
+            split[np.argsort(members != moe, kind="stable")[: request.num_tokens % len(members)]] += 1
+            placement = Placement(moe, tuple(members.tolist()), tuple(split.tolist()))
+            if state.can_allocate(placement):
+                return placement
+        return None
