@@ -39,6 +39,10 @@ class EngineConfig:
         None, "KV pool of each instance (default: four contexts of the model, at most a tenth of the memory)"
     )
     enable_prefix_caching: bool = setting(True, "keep the KV of finished prompts for later ones that begin alike")
+    policy: str = setting(
+        "least-batch",
+        "how decode instances are chosen: round-robin, least-batch, least-cache, vllm, sglang-tokens or dynamo-cost",
+    )
     transport: str = setting("auto", "how KV crosses (auto: shm on one machine)", choices=("auto", "shm", "tcp"))
     link_gbps: float | None = setting(None, "limit what each instance sends, in Gbit/s, to try a narrow link")
     checksums: bool = setting(False, "verify every frame of KV (auto is tcp then)")
@@ -94,6 +98,7 @@ class EngineConfig:
                 "add select (infinigen, for instance), or use transfer full"
             )
         _ = self.scheme  # which checks `speculative`
+        _check_policy(self.policy)
         if self.checksums and self.transport == "shm":
             raise ConfigError("checksums: shm copies KV without frames to check; use transport tcp, or auto")
         for spec in fields(self):
@@ -183,6 +188,12 @@ def _check_types(config: Any) -> None:
         elif type(value) not in kinds:
             wanted = " or ".join(_KINDS[kind] for kind in kinds if kind is not type(None))
             raise ConfigError(f"{spec.name}: {value!r} has the wrong type; use {wanted}")
+
+
+def _check_policy(policy: str) -> None:
+    from narrows.sched.registry import make_policy  # which loads numpy: --help does not wait for it
+
+    make_policy(policy, local=True)
 
 
 def _at_least(config: Any, name: str, least: int) -> None:

@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("models", "config"),
     ),
     "server": ("server", "metrics", "runtime.client", "config"),
-    "config": ("kv.layout",),
+    "config": ("kv.layout", "sched.registry"),
 }
 # What starts, checks and shows the rest may import anything.
 TOP = ("cli", "__main__", "launch", "llm", "profiles", "profile_commands", "bench", "testing", "demo", "")

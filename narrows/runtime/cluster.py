@@ -34,7 +34,7 @@ from narrows.runtime.coordinator import Coordinator
 from narrows.runtime.files import ProfileFiles
 from narrows.runtime.launch_local import Launcher, Worker
 from narrows.runtime.sizing import plan_sizes
-from narrows.sched.least_batch import LeastBatch
+from narrows.sched.registry import make_policy
 from narrows.transfer.codec import decode, encode
 
 TURN_MS = 200  # how often deaths and silence are looked for when nothing comes
@@ -106,7 +106,7 @@ class LocalCluster:
         self._random = SystemRandom()
         self._lock = threading.RLock()  # guards all below; a sink may call back
         self._coordinator = Coordinator(
-            LeastBatch(),
+            make_policy(config.policy, local=True),
             max_queue=config.max_queue,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,

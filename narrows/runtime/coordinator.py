@@ -42,7 +42,7 @@ from narrows.kv.layout import pages_for
 from narrows.runtime.client import Output, Sink
 from narrows.runtime.ledger import Hold, HoldKey, Member, Track
 from narrows.sched.base import GroupPolicy, PrefillPolicy
-from narrows.sched.group import Bindings, GroupView, Waiting
+from narrows.sched.group import Bindings, GroupView, Ints, Waiting
 from narrows.sched.least_batch import LeastBatch
 from narrows.sched.state import GroupState
 from narrows.sched.view import ClusterView, Demand, InstanceView
@@ -281,19 +281,27 @@ class Coordinator:
         """The decode instances as a group: what `view` says of them, request by request. Nothing waits in it."""
         index = {instance: i for i, instance in enumerate(instances)}
         infos = [self._members[instance].info for instance in instances]
-        held = [(index[hold.decode], hold.num_tokens) for hold in self._holds.values() if hold.decode in index]
-        moe, tokens = np.array(held, np.int64).reshape(-1, 2).T
-        pages = -(-tokens // infos[0].page_size)
-        tokens = tokens - 1  # the next one's place is taken, its KV is not there yet
+        held: list[tuple[int, int, bool]] = []  # instance, tokens with the next one's place, in a step
+        for key, hold in self._holds.items():
+            if hold.decode in index:
+                track = self._current(*key)
+                held.append((index[hold.decode], hold.num_tokens, track is not None and track.decoding))
+        moe, tokens, decoding = np.array(held, np.int64).reshape(-1, 3).T
+        rows = np.flatnonzero(decoding)
+
+        def total(of: Ints) -> Ints:
+            return np.bincount(moe, of, len(infos)).astype(np.int64)
+
         return GroupView(
             nodes=np.zeros(len(infos), np.int64),
             num_pages=np.array([info.num_pages for info in infos]),
-            used_pages=np.bincount(moe, pages, len(infos)).astype(np.int64),
-            kv_tokens=np.bincount(moe, tokens, len(infos)).astype(np.int64),
+            used_pages=total(-(-tokens // infos[0].page_size)),
+            kv_tokens=total(tokens - 1),
             page_size=infos[0].page_size,
             max_num_seqs=infos[0].max_num_seqs,
-            active=Bindings(moe, np.arange(len(moe) + 1), moe, tokens),
+            active=Bindings(moe[rows], np.arange(len(rows) + 1), moe[rows], tokens[rows] - 1),
             num_placed=self._num_placed,
+            arriving=total(1 - decoding),
         )
 
     def view(self) -> ClusterView:

@@ -22,7 +22,8 @@ class GroupState:
         self.num_waiting = len(view.waiting)  # before anything was admitted
         self.num_admitted = 0
         self.num_placed = view.num_placed  # ever, those of this decision included
-        self.admitted: Ints = np.zeros_like(self.batches)  # of B_s: placed by this decision, in no step yet
+        # Of B_s: those in no step yet, placed earlier or by this decision.
+        self.arriving: Ints = np.zeros_like(self.batches) if view.arriving is None else view.arriving.copy()
 
     @property
     def size(self) -> int:
@@ -55,7 +56,7 @@ class GroupState:
         """The placement is made: its loads count from now on."""
         assert placement.split[placement.members.index(placement.moe)] > 0, "no slot for the next token at the binding"
         self.batches[placement.moe] += 1
-        self.admitted[placement.moe] += 1
+        self.arriving[placement.moe] += 1
         for member, tokens in zip(placement.members, placement.split, strict=True):
             self.kv_tokens[member] += tokens
             self.free_pages[member] -= pages_for(tokens, self.page_size)

@@ -4,7 +4,7 @@ From `DPLBAsyncMPClient.get_core_engine_for_request` (vllm/v1/engine/core_client
 49204 of July 2026, the rotation of ties since 47420 of the same month. Departures:
 
 - vLLM routes at arrival and requests wait at their engine. Here they wait before all instances, and only one with room
-  is chosen; waiting at an instance are the requests placed there by this decision, which no step has seen.
+  is chosen; waiting at an instance are those that are placed there and in no step yet.
 - vLLM reads counts and KV usage from snapshots of some 100 ms, its own in-flight count scaled by the number of its
   front ends standing in for what they miss. Here there is one front end and nothing is late, so the in-flight share
   is the batch, and usage counts what was just placed.
@@ -43,6 +43,6 @@ class VllmScore:
         if not len(able):
             return None
         usage = (state.num_pages - state.free_pages) / state.num_pages
-        score = scores(state.batches, state.admitted, state.batches - state.admitted, usage)[able]
+        score = scores(state.batches, state.arriving, state.batches - state.arriving, usage)[able]
         turn = (able - state.num_placed) % state.size
         return whole(int(able[np.lexsort([turn, score])[0]]), request)

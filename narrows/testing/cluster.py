@@ -25,7 +25,7 @@ from narrows.runtime.handing import Handing
 from narrows.runtime.phase import Instance
 from narrows.runtime.prefill import PrefillPhase
 from narrows.runtime.sizing import plan_sizes
-from narrows.sched.least_batch import LeastBatch
+from narrows.sched.registry import make_policy
 from narrows.transfer.base import BLOCK_BYTES, Transport, TransportConfig
 from narrows.transfer.loopback import LoopbackHub
 from narrows.transfer.registry import open_transport
@@ -58,7 +58,7 @@ class MemoryCluster:
         self.events: list[Event] = []
         self.outputs: dict[str, list[Output]] = defaultdict(list)
         self.coordinator = Coordinator(
-            LeastBatch(),
+            make_policy(config.policy, local=True),
             max_queue=config.max_queue,
             max_model_len=self.sizes.max_model_len,
             vocab_size=self.loaded[0].spec.vocab_size,
