@@ -95,6 +95,24 @@ class StepTimes:
         return layers + self.once_s
 
 
+def overlapped_s(first: StepTimes, second: StepTimes) -> float:
+    """A step in two halves of its requests, each computing while the other communicates (two-batch overlap): attention
+    and what stands before it overlap with the other half's dispatch and combine, experts with nothing (NanoCP,
+    section 7). Each half's times are those of its own load."""
+
+    def layer_s(own: LayerTimes, other: LayerTimes) -> float:
+        before = own.other + own.q_route + own.attention + own.result_route
+        return max(float(before.max(initial=0.0)), float(other.moe.max(initial=0.0))) + float(
+            own.expert.max(initial=0.0)
+        )
+
+    def both_s(a: LayerTimes, b: LayerTimes) -> float:
+        return layer_s(a, b) + layer_s(b, a)
+
+    layers = first.num_moe_layers * both_s(first.moe, second.moe)
+    return layers + first.num_dense_layers * both_s(first.dense, second.dense) + max(first.once_s, second.once_s)
+
+
 class Cost(Protocol):
     """Pure functions of their arguments; W is the length of the load's arrays."""
 

@@ -45,6 +45,7 @@ class Hardware:
     link_bytes_per_s: float  # one direction
     link_latency_s: float
     per_node: int = 1  # accelerators that share a fabric
+    kind: str = ""  # what calibration knows it by, where the name is that of a whole instance
 
     def __post_init__(self) -> None:
         for field in (
@@ -58,6 +59,11 @@ class Hardware:
                 raise ConfigError(
                     f"hardware.{field}: {getattr(self, field)} is not allowed; use a number of at least 0"
                 )
+
+    @property
+    def device(self) -> str:
+        """The accelerator's own name."""
+        return self.kind or self.name
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of products in this type."""
@@ -88,9 +94,9 @@ V100S = Hardware(  # [V100S] [PCIe], the 25 Gbps physical network of [S]
 )
 
 # SmartGen's table 1. The network is the whole instance's; of two GPUs each gets half of it when both send.
-GN8IS_2X_8XLARGE = replace(L20, name="ecs.gn8is-2x.8xlarge", link_bytes_per_s=32 * GBPS / 2, per_node=2)
-GN8IS_4XLARGE = replace(L20, name="ecs.gn8is.4xlarge", link_bytes_per_s=25 * GBPS)
-GN8IS_2XLARGE = replace(L20, name="ecs.gn8is.2xlarge", link_bytes_per_s=15 * GBPS)
+GN8IS_2X_8XLARGE = replace(L20, kind="L20", name="ecs.gn8is-2x.8xlarge", link_bytes_per_s=32 * GBPS / 2, per_node=2)
+GN8IS_4XLARGE = replace(L20, kind="L20", name="ecs.gn8is.4xlarge", link_bytes_per_s=25 * GBPS)
+GN8IS_2XLARGE = replace(L20, kind="L20", name="ecs.gn8is.2xlarge", link_bytes_per_s=15 * GBPS)
 
 HARDWARE = {
     hardware.name: hardware
