@@ -43,7 +43,7 @@ class ElasticCP:
 
         def used_with(members: Ints) -> float:
             total = int(state.num_pages[members].sum())
-            return (total - int(state.free_pages[members].sum()) + num_pages) / total
+            return (total - int(state.free_pages[members].sum()) + num_pages) / max(1, total)
 
         groups = cp_groups(state.nodes, degree)
         for used, members in sorted(zip(map(used_with, groups), groups, strict=True), key=lambda pair: pair[0]):

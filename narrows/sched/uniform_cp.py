@@ -9,7 +9,7 @@ with the smallest batch. Instances of a node beyond a multiple of the degree for
 
 import numpy as np
 
-from narrows.sched.choosing import cp_groups, smallest
+from narrows.sched.choosing import cp_groups, placed, smallest
 from narrows.sched.group import Placement, Waiting
 from narrows.sched.state import GroupState
 
@@ -17,7 +17,7 @@ from narrows.sched.state import GroupState
 class UniformCP:
     """The group with the fewest requests for each of its instances, of equal ones the least KV, then the lowest; there
     the smallest batch, and the same number of tokens on each member, where that leaves a rest one more at the MoE
-    binding and the lowest others."""
+    binding and the lowest others. A request with fewer tokens than members has one on each of as many."""
 
     rebalances = False
 
@@ -32,7 +32,7 @@ class UniformCP:
             moe = smallest(members, state.batches)
             split = np.full(len(members), request.num_tokens // len(members))
             split[np.argsort(members != moe, kind="stable")[: request.num_tokens % len(members)]] += 1
-            placement = Placement(moe, tuple(members.tolist()), tuple(split.tolist()))
+            placement = placed(moe, list(zip(members.tolist(), split.tolist(), strict=True)))
             if state.can_allocate(placement):
                 return placement
         return None

@@ -42,7 +42,7 @@ class VllmScore:
         able = with_room(state, request)
         if not len(able):
             return None
-        usage = (state.num_pages - state.free_pages) / state.num_pages
+        usage = (state.num_pages - state.free_pages) / np.maximum(1, state.num_pages)
         score = scores(state.batches, state.arriving, state.batches - state.arriving, usage)[able]
         turn = (able - state.num_placed) % state.size
         return whole(int(able[np.lexsort([turn, score])[0]]), request)
