@@ -116,7 +116,8 @@ def overlapped_s(first: StepTimes, second: StepTimes) -> float:
 class Cost(Protocol):
     """Pure functions of their arguments; W is the length of the load's arrays."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def decode(self, load: StepLoad) -> StepTimes:
         """One token of every request of the group."""

@@ -12,11 +12,15 @@ from narrows.errors import ConfigError
 from narrows.sim.workload import HASH_BLOCK, Arrival, Trace
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+LENGTHS = {"TIMESTAMP": "ContextTokens", "timestamp": "input_length"}  # of prompts, by the field of the time
 
 
-def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """A trace in either format, which the first line tells; times count from its first request. `limit`: only the
-    first so many requests. Raises ConfigError naming file, line and field."""
+def read_trace(path: Path, limit: int | None = None, most_tokens: int | None = None) -> Trace:
+    """A trace in either format, which the first line tells; times count from its first request.
+
+    `limit`: only the first so many requests. `most_tokens`: what the cluster can hold of one request at its end. Raises
+    ConfigError naming file, line and field.
+    """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit: {limit} is not allowed; use at least 1 request, or leave it out for all")
     try:
@@ -28,7 +32,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             file.seek(0)
             # utf-8-sig drops its mark only at the very beginning, to which seek(0) returns.
             rows = _azure(path, file) if _is_csv(first) else _mooncake(path, file)
-            return tuple(_checked(path, rows, limit))
+            return tuple(_checked(path, rows, limit, most_tokens))
     except OSError as error:
         raise ConfigError(
             f"trace: {path} can not be read: {error.strerror or error}; name a file that exists"
@@ -44,7 +48,7 @@ def _is_csv(first: str) -> bool:
 Row = tuple[int, str, Arrival]  # line, name of its time's field, the request at its absolute time
 
 
-def _checked(path: Path, rows: Iterator[Row], limit: int | None) -> Iterator[Arrival]:
+def _checked(path: Path, rows: Iterator[Row], limit: int | None, most_tokens: int | None) -> Iterator[Arrival]:
     """From the first one's time on; times may not go back."""
     start = before = None
     count = 0
@@ -56,6 +60,11 @@ def _checked(path: Path, rows: Iterator[Row], limit: int | None) -> Iterator[Arr
                 f"{path}:{line}: {field}: earlier than the line before; sort the trace by {field} (earliest first)"
             )
         before = arrival.time_s
+        if most_tokens is not None and arrival.num_tokens > most_tokens:
+            raise ConfigError(
+                f"{path}:{line}: {LENGTHS[field]}: {arrival.num_prompt} tokens and {arrival.num_output} of output are "
+                f"more than the cluster can hold of a request ({most_tokens}); add instances, or leave this one out"
+            )
         yield Arrival(arrival.time_s - start, arrival.num_prompt, arrival.num_output, arrival.prefix_ids)
         count += 1
         if count == limit:
