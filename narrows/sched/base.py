@@ -1,6 +1,7 @@
 """The interface of scheduling policies: pure functions of the view and the time."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from narrows.core.ids import InstanceId
 from narrows.sched.group import Placement, Waiting
@@ -31,4 +32,15 @@ class GroupPolicy(Protocol):
 
     def place(self, state: GroupState, request: Waiting, now_s: float) -> Placement | None:
         """Where the request goes, feasible by state.can_allocate; None: nowhere now, it waits. Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class AdmitsMany(Protocol):
+    """A group policy that can also go through a whole line of waiting requests at once, for speed."""
+
+    def admit(
+        self, state: GroupState, waiting: Sequence[Waiting], now_s: float, aging_s: float
+    ) -> tuple[tuple[int, Placement], ...]:
+        """Exactly what decide.admit makes of `place`, request after request; `state` has the admitted ones counted."""
         ...

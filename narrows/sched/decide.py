@@ -6,6 +6,7 @@ A request's next token is stored at its MoE binding. A member *can store* it whe
 (its tokens are no multiple of the page size) or the pool has a free page that nobody else takes in this step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, 
 from narrows.sched.state import GroupState
 
 AGING_S = 5.0  # how long a request that does not fit may be overtaken
+COMPILED_FROM = 256  # requests, active and waiting; below, plain Python is fast enough and compiles nothing
 
 
 def decide(view: GroupView, policy: GroupPolicy, now_s: float, *, aging_s: float = AGING_S) -> Decision:
@@ -23,10 +25,21 @@ def decide(view: GroupView, policy: GroupPolicy, now_s: float, *, aging_s: float
     Waiting requests are tried in their order. A younger one may overtake one that does not fit until that has waited
     `aging_s`; from then on nobody behind it is admitted before it, so whatever fits the empty group is admitted at the
     latest when the active ones have ended. While a request is stuck nobody is admitted: the room is for those inside.
+
+    Large groups are decided about by compiled loops, to the same result; compiled.prepare() makes them beforehand.
     """
+    if view.active.num_requests + len(view.waiting) < COMPILED_FROM:
+        return decide_plainly(view, policy, now_s, aging_s=aging_s)
+    from narrows.sched import compiled  # numba is slow to import
+
+    return compiled.decide(view, policy, now_s, aging_s=aging_s)
+
+
+def decide_plainly(view: GroupView, policy: GroupPolicy, now_s: float, *, aging_s: float = AGING_S) -> Decision:
+    """`decide` in plain Python: the reference for the compiled one."""
     state = GroupState(view)
     moe, grown, stuck = rebalance(view, state, policy.rebalances)
-    admitted = () if stuck else admit(view, state, policy, now_s, aging_s)
+    admitted = () if stuck else admit(state, view.waiting, policy, now_s, aging_s)
     return Decision(moe, admitted, grown, stuck)
 
 
@@ -105,11 +118,11 @@ def _further_member(view: GroupView, row: int, batches: Ints, free: Ints) -> int
 
 
 def admit(
-    view: GroupView, state: GroupState, policy: GroupPolicy, now_s: float, aging_s: float
+    state: GroupState, waiting: Sequence[Waiting], policy: GroupPolicy, now_s: float, aging_s: float
 ) -> tuple[tuple[int, Placement], ...]:
     """Who is admitted, by index in `waiting`, and where; `state` has them counted."""
     admitted: list[tuple[int, Placement]] = []
-    for index, request in enumerate(view.waiting):
+    for index, request in enumerate(waiting):
         if not state.able.any():
             break
         placement = policy.place(state, request, now_s)

@@ -34,6 +34,14 @@ class DualBalanced:
                 return placement
         return None
 
+    def admit(
+        self, state: GroupState, waiting: Sequence[Waiting], now_s: float, aging_s: float
+    ) -> tuple[tuple[int, Placement], ...]:
+        """decide.admit, compiled."""
+        from narrows.sched import compiled  # numba is slow to import
+
+        return compiled.admit_dual_balanced(state, waiting, self.bucket, now_s, aging_s)
+
 
 def _member_orders(state: GroupState) -> Iterator[list[int]]:
     """Candidates for members in the order they are taken, the MoE binding first: one list for each node that can have

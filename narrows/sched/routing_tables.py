@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from narrows.sched.decide import COMPILED_FROM
 from narrows.sched.group import Decision, GroupView, Ints
 
 Flags = npt.NDArray[np.bool_]
@@ -58,7 +59,16 @@ class RoutingTables:
 
 
 def lower(view: GroupView, decision: Decision) -> RoutingTables:
-    """The tables of the step that `decision` is about."""
+    """The tables of the step that `decision` is about. Compiled where there are many requests."""
+    if view.active.num_requests + len(decision.admitted) < COMPILED_FROM:
+        return lower_plainly(view, decision)
+    from narrows.sched import compiled  # numba is slow to import
+
+    return compiled.lower(view, decision)
+
+
+def lower_plainly(view: GroupView, decision: Decision) -> RoutingTables:
+    """`lower` in plain Python: the reference for the compiled one."""
     moe, members = bindings(view, decision)
     size = len(view.nodes)
     first, sizes = domains(view)

@@ -25,7 +25,7 @@ class Fixed(DualBalanced):
     rebalances = False
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(groups(), st.integers(0, 20), st.booleans())
 def test_what_is_decided_can_be_executed(group: Group, now: int, moves: bool) -> None:
     """`execute` asserts bindings, nodes, tokens, pages and batches."""
@@ -38,7 +38,7 @@ def test_what_is_decided_can_be_executed(group: Group, now: int, moves: bool) ->
         assert not decision.grown
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups())
 def test_the_state_is_that_of_the_group_after_the_step(group: Group) -> None:
     """Rule 5 of DESIGN: the scheduler's batches and KV loads are the engine's."""
@@ -47,8 +47,6 @@ def test_the_state_is_that_of_the_group_after_the_step(group: Group) -> None:
     moe, grown, stuck = rebalance(view, state, True)
     stays = [shards for row, (_, shards) in enumerate(group.active) if row not in stuck]
     gone = [shards for row, (_, shards) in enumerate(group.active) if row in stuck]
-    decision = decide(view, POLICY, 0.0)
-    group.waiting = []
     group.execute(Decision(moe, (), grown, stuck))
     assert state.batches.tolist() == group.batches()
     held = [tokens + sum(shards.get(i, 0) for shards in gone) for i, tokens in enumerate(group.kv_tokens())]
@@ -58,7 +56,7 @@ def test_the_state_is_that_of_the_group_after_the_step(group: Group) -> None:
     assert len(stays) + len(gone) == len(moe)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups(max_waiting=0), st.integers(1, 40))
 def test_a_decision_is_valid_for_so_many_steps_and_not_for_one_more(group: Group, limit: int) -> None:
     decision = decide(group.view(), POLICY, 0.0)
@@ -74,7 +72,7 @@ def test_a_decision_is_valid_for_so_many_steps_and_not_for_one_more(group: Group
             group.execute(Decision(ints(*(moe for moe, _ in group.active))))
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(groups(max_active=0), st.integers(1, 20))
 def test_admitted_ones_count_in_how_long_a_decision_is_valid(group: Group, limit: int) -> None:
     decision = decide(group.view(), POLICY, 20.0)
@@ -184,7 +182,7 @@ def test_aging_is_what_keeps_a_long_request_from_starving() -> None:
     assert admitted is not None and 20 <= admitted <= 20 + 6 + 1, "aged, then as long as the active ones need to end"
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(groups(max_waiting=8), st.data())
 def test_nobody_waits_for_ever(group: Group, data: st.DataObject) -> None:
     """Whatever fits the empty group is admitted, when it has aged and those then active have ended. A stream of short
@@ -247,7 +245,7 @@ def test_the_next_node_is_tried_and_bindings_cross_nodes_only_where_they_may() -
     assert placement == Placement(0, (0, 1, 2, 3), (4, 4, 6, 6))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups(max_active=0, max_waiting=1))
 def test_into_an_empty_group_goes_what_fits_a_node(group: Group) -> None:
     for request in group.waiting:
@@ -258,7 +256,7 @@ def test_into_an_empty_group_goes_what_fits_a_node(group: Group) -> None:
         assert bool(decide(group.view(), POLICY, 10.0).admitted) == fits
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups())
 def test_place_changes_nothing_and_fits(group: Group) -> None:
     state, fresh = GroupState(group.view()), GroupState(group.view())

@@ -33,7 +33,7 @@ def test_the_example_of_the_paper() -> None:
     assert three.local.tolist() == [D] and three.attended.tolist() == [C, D]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(groups())
 def test_tables_say_what_the_bindings_say(group: Group) -> None:
     """After the step the group has the bindings; every query that leaves arrives, every result finds its way back."""
