@@ -1,5 +1,7 @@
 """What policies share: the instance to take when one is enough, and the CP groups of a node."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from narrows.kv.layout import pages_for
@@ -27,33 +29,29 @@ def least(state: GroupState, request: Waiting, *keys: Ints) -> Placement | None:
     return whole(int(able[order[0]]), request)
 
 
-def cp_groups(nodes: Ints, degree: int) -> list[Ints]:
-    """Runs of `degree` consecutive instances inside each node. What a node has beyond a multiple is a smaller group."""
-    found = []
-    for node in np.unique(nodes):
-        members = np.flatnonzero(nodes == node)
-        found += [members[start : start + degree] for start in range(0, len(members), degree)]
-    return found
+def cp_groups(nodes: Ints, degree: int) -> Ints:
+    """Runs of `degree` consecutive instances inside each node: group g is bounds[g] to bounds[g + 1], not included.
+    What a node has beyond a multiple is a smaller group."""
+    places = np.arange(len(nodes)) - np.searchsorted(nodes, nodes)  # in the node
+    return np.append(np.flatnonzero(places % degree == 0), len(nodes))
 
 
-def smallest(instances: Ints, key: Ints) -> int:
-    """The one of `instances` with the smallest key [W], the lowest of equal ones."""
-    return int(instances[np.argmin(key[instances])])
-
-
-def node_orders(state: GroupState) -> list[list[int]]:
+def node_orders(state: GroupState) -> Iterator[list[int]]:
     """For each node with a place in a batch, that with the fewest requests first: its instances in the order in which
     members are taken: the smallest batch, which becomes the MoE binding, then by KV load (NanoCP, section 4.2.3)."""
-    owned = np.bincount(state.nodes, weights=state.batches)
-    orders = []
+    able, owned = state.able, np.bincount(state.nodes, weights=state.batches)
     for node in np.argsort(owned, kind="stable"):
         inside = state.members_of(int(node))
-        bindings = inside[state.able[inside]]
+        bindings = inside[able[inside]]
         if len(bindings):
-            moe = min(bindings.tolist(), key=lambda i: (state.batches[i], state.kv_tokens[i]))
+            moe = smallest(state, bindings)
             others = inside[inside != moe]
-            orders.append([moe, *others[np.argsort(state.kv_tokens[others], kind="stable")].tolist()])
-    return orders
+            yield [moe, *others[np.argsort(state.kv_tokens[others], kind="stable")].tolist()]
+
+
+def smallest(state: GroupState, instances: Ints) -> int:
+    """The one of them with the smallest batch, of equal ones the least KV, then the lowest id."""
+    return int(instances[np.lexsort([state.kv_tokens[instances], state.batches[instances]])[0]])
 
 
 def placed(moe: int, shares: list[tuple[int, int]]) -> Placement:

@@ -11,8 +11,8 @@ moves KV to shrink groups; here they shrink as requests end. Tokens are shared o
 import numpy as np
 
 from narrows.kv.layout import pages_for
-from narrows.sched.choosing import cp_groups, placed
-from narrows.sched.group import Ints, Placement, Waiting
+from narrows.sched.choosing import cp_groups, placed, smallest
+from narrows.sched.group import Placement, Waiting
 from narrows.sched.state import GroupState
 from narrows.sched.waterfill import waterfill
 
@@ -39,20 +39,19 @@ class ElasticCP:
             degree *= 2
 
     def _place(self, state: GroupState, request: Waiting, degree: int, limit: float) -> Placement | None:
-        num_pages = pages_for(request.num_tokens, state.page_size)
-
-        def used_with(members: Ints) -> float:
-            total = int(state.num_pages[members].sum())
-            return (total - int(state.free_pages[members].sum()) + num_pages) / max(1, total)
-
-        groups = cp_groups(state.nodes, degree)
-        for used, members in sorted(zip(map(used_with, groups), groups, strict=True), key=lambda pair: pair[0]):
-            bindings = members[state.able[members]]
-            if used > limit:
+        bounds = cp_groups(state.nodes, degree)
+        there = np.add.reduceat(state.num_pages, bounds[:-1])
+        free = np.add.reduceat(state.free_pages, bounds[:-1]) - pages_for(request.num_tokens, state.page_size)
+        used = (there - free) / np.maximum(1, there)
+        able = state.able
+        for group in np.argsort(used, kind="stable"):
+            if used[group] > limit:
                 return None
+            members = np.arange(bounds[group], bounds[group + 1])
+            bindings = members[able[members]]
             if not len(bindings):
                 continue
-            moe = min(bindings.tolist(), key=lambda i: (state.batches[i], state.kv_tokens[i]))
+            moe = smallest(state, bindings)
             loads, capacities = state.kv_tokens[members].tolist(), state.capacities[members].tolist()
             split = waterfill(loads, capacities, request.num_tokens, binding=members.tolist().index(moe))
             if split is not None:

@@ -11,17 +11,20 @@ The paper leaves the rule of the router open. Ours keeps requests and KV even at
 least to the sum of squares of both loads, each in units of its mean. A short one so goes by requests, a long one by KV.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
-from narrows.kv.layout import pages_for
-from narrows.sched.base import GroupPolicy
-from narrows.sched.decide import AGING_S, admit, decide, fits_when_empty, rebalance
+from narrows.sched.base import AdmitsMany, GroupPolicy
+from narrows.sched.decide import AGING_S, COMPILED_FROM, admit, decide, fits_when_empty, rebalance
 from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, Waiting
 from narrows.sched.state import GroupState
+
+Flags = npt.NDArray[np.bool_]
+Rebalanced = tuple[Ints, tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +33,6 @@ class Hierarchy:
 
     above: int = 64
     nodes_per_group: int = 4
-
-
-@dataclass(slots=True)
-class Summary:
-    """All that the router knows of a group. Its own assignments are counted at once."""
-
-    size: int  # instances
-    requests: int
-    kv_tokens: int
-    free_pages: int
-    free_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +45,12 @@ class _Part:
     view: GroupView
     state: GroupState
 
-    def summary(self) -> Summary:
+    @property
+    def summary(self) -> tuple[int, int, int, int, int]:
+        """All that the router knows: instances, requests, KV tokens, free pages, free places in batches."""
         state = self.state
         batch, free = int(state.batches.sum()), int(state.free_pages.sum())
-        return Summary(state.size, batch, int(state.kv_tokens.sum()), free, state.size * state.max_num_seqs - batch)
+        return state.size, batch, int(state.kv_tokens.sum()), free, state.size * state.max_num_seqs - batch
 
     def local(self, request: Waiting) -> Waiting:
         return request if request.cached is None else replace(request, cached=request.cached[self.first : self.last])
@@ -86,18 +80,19 @@ def decide_by_groups(
     if group_of is None:
         return decide(view, policy, now_s, aging_s=aging_s)
     parts = list(_split(view, group_of))
+    large = view.active.num_requests + len(view.waiting) >= COMPILED_FROM
     moe = view.active.moe.copy()
     grown: list[tuple[int, int]] = []
     stuck: list[int] = []
-    closed: dict[int, int] = {}  # groups that admit nobody behind this place in the line
+    closed = np.full(len(parts), len(view.waiting))  # [G] the place in the line behind which a group admits nobody
     for i, part in enumerate(parts):
-        bindings, more, none = rebalance(part.view, part.state, policy.rebalances)
+        bindings, more, none = _rebalance(part, policy.rebalances, large)
         moe[part.rows] = bindings + part.first
         grown += [(int(part.rows[row]), instance + part.first) for row, instance in more]
         stuck += part.rows[list(none)].tolist()
         if none:
             closed[i] = -1
-    admitted = _admit(view.waiting, parts, policy, now_s, aging_s, closed)
+    admitted = _admit(view.waiting, parts, policy, now_s, aging_s, closed, large)
     return Decision(moe, tuple(sorted(admitted.items())), tuple(sorted(grown)), tuple(sorted(stuck)))
 
 
@@ -148,69 +143,91 @@ def _split(view: GroupView, group_of: Ints) -> Iterator[_Part]:
         yield _Part(int(first), int(last), rows, part, GroupState(part))
 
 
+def _rebalance(part: _Part, moves: bool, large: bool) -> Rebalanced:
+    if not large:
+        return rebalance(part.view, part.state, moves)
+    from narrows.sched import compiled  # numba is slow to import
+
+    return compiled.rebalance(part.view, part.state, moves)
+
+
 def _admit(
     waiting: Sequence[Waiting],
     parts: list[_Part],
     policy: GroupPolicy,
     now_s: float,
     aging_s: float,
-    closed: dict[int, int],
+    closed: Ints,
+    large: bool,
 ) -> dict[int, Placement]:
     """Placements of those that are admitted, by index in `waiting`. Each round asks at least one group more for whoever
     is left, so there are at most as many as groups."""
     admitted: dict[int, Placement] = {}
-    tried: dict[int, set[int]] = {index: set() for index in range(len(waiting))}
+    tokens = np.array([request.num_tokens for request in waiting], np.int64)
+    aged = np.array([now_s - request.since_s >= aging_s for request in waiting], np.bool_)
+    tried = np.zeros((len(waiting), len(parts)), np.bool_)
+    left = np.arange(len(waiting))
     while True:
-        lines = _route(waiting, parts, now_s - aging_s, tried, closed)
-        if not any(lines):
+        loads = np.array([part.summary for part in parts])
+        chosen = _router(large)(left, tokens, aged, tried, closed, loads, parts[0].view.page_size)
+        if (chosen < 0).all():
             return admitted
-        for i, (part, line) in enumerate(zip(parts, lines, strict=True)):
-            if not line:
-                continue
-            local = replace(part.view, waiting=tuple(part.local(waiting[index]) for index in line))
-            taken = {line[at]: placement for at, placement in admit(local, part.state, policy, now_s, aging_s)}
-            for index in line:
-                tried[index].add(i)
-                if index in taken:
-                    admitted[index] = part.outside(taken[index])
-                    del tried[index]
-                elif waiting[index].since_s <= now_s - aging_s:
-                    closed[i] = min(index, closed.get(i, index))
+        tried[left[chosen >= 0], chosen[chosen >= 0]] = True
+        for i, part in enumerate(parts):
+            line = left[chosen == i].tolist()
+            requests = [part.local(waiting[index]) for index in line]
+            if large and isinstance(policy, AdmitsMany):
+                placements = policy.admit(part.state, requests, now_s, aging_s)
+            else:
+                placements = admit(part.state, requests, policy, now_s, aging_s)
+            taken = {line[at]: part.outside(placement) for at, placement in placements}
+            admitted |= taken
+            refused = next((index for index in line if aged[index] and index not in taken), closed[i])
+            closed[i] = min(closed[i], refused)
+        left = np.array([index for index in left.tolist() if index not in admitted], np.int64)
 
 
 def _route(
-    waiting: Sequence[Waiting],
-    parts: list[_Part],
-    aged_s: float,
-    tried: dict[int, set[int]],
-    closed: dict[int, int],
-) -> list[list[int]]:
-    """For each group the indices of those that it is to try next, in their order."""
-    groups = [part.summary() for part in parts]
-    size = sum(group.size for group in groups)
-    requests = (sum(group.requests for group in groups) + len(tried)) / size  # means of an instance, all placed
-    tokens = (sum(group.kv_tokens for group in groups) + sum(waiting[index].num_tokens for index in tried)) / size
-    lines: list[list[int]] = [[] for _ in groups]
-    for index in sorted(tried):
-        request = waiting[index]
-        num_pages = pages_for(request.num_tokens, parts[0].view.page_size)
-        per_request, per_token = 1 / requests**2, request.num_tokens / tokens**2
-        best, least = None, math.inf
-        for i, group in enumerate(groups):
-            if i in tried[index] or index > closed.get(i, index):
+    left: Ints,  # [L] indices in the line
+    tokens: Ints,  # [Q]
+    aged: Flags,  # [Q]
+    tried: Flags,  # [Q, G]
+    closed: Ints,  # [G]
+    loads: Ints,  # [G, 5] as _Part.summary
+    page_size: int,
+) -> Ints:
+    """The group that each of those left is to try next, -1: none, [L]. Loads count whom it has assigned at once."""
+    chosen = np.full(len(left), -1)
+    sizes, requests, kv_tokens, pages, seqs = loads.T.copy()
+    mean_requests = (requests.sum() + len(left)) / sizes.sum()  # of an instance when all are placed
+    mean_tokens = (kv_tokens.sum() + tokens[left].sum()) / sizes.sum()
+    for at, index in enumerate(left):
+        num_pages = -(-tokens[index] // page_size)
+        best, least = -1, np.inf
+        for i in range(len(sizes)):
+            if tried[index, i] or index > closed[i] or pages[i] < num_pages or seqs[i] < 1:
                 continue
-            if group.free_pages < num_pages or group.free_seqs < 1:
-                continue
-            if request.since_s <= aged_s:
-                cost = -float(group.free_pages)
+            if aged[index]:
+                cost = float(-pages[i])
             else:
-                cost = (group.requests * per_request + group.kv_tokens * per_token) / group.size
+                by_requests, by_tokens = requests[i] / sizes[i], kv_tokens[i] / sizes[i]
+                cost = by_requests / mean_requests**2 + tokens[index] * by_tokens / mean_tokens**2
             if cost < least:
                 best, least = i, cost
-        if best is not None:
-            lines[best].append(index)
-            groups[best].requests += 1
-            groups[best].kv_tokens += request.num_tokens
-            groups[best].free_pages -= num_pages
-            groups[best].free_seqs -= 1
-    return lines
+        chosen[at] = best
+        if best >= 0:
+            requests[best] += 1
+            kv_tokens[best] += tokens[index]
+            pages[best] -= num_pages
+            seqs[best] -= 1
+    return chosen
+
+
+@cache
+def _router(large: bool) -> Callable[..., Ints]:
+    """`_route`, compiled for long lines."""
+    if not large:
+        return _route
+    from narrows.sched.compiled import _compile  # numba is slow to import
+
+    return _compile(_route)

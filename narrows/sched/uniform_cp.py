@@ -16,8 +16,8 @@ from narrows.sched.state import GroupState
 
 class UniformCP:
     """The group with the fewest requests for each of its instances, of equal ones the least KV, then the lowest; there
-    the smallest batch, and the same number of tokens on each member, where that leaves a rest one more at the MoE
-    binding and the lowest others. A request with fewer tokens than members has one on each of as many."""
+    the smallest batch (then the least KV), and the same number of tokens on each member. Where that leaves a rest, the
+    MoE binding and the lowest others take one more; a request with fewer tokens than members has fewer of them."""
 
     rebalances = False
 
@@ -26,10 +26,13 @@ class UniformCP:
         self.degree = degree
 
     def place(self, state: GroupState, request: Waiting, now_s: float) -> Placement | None:
-        groups = cp_groups(state.nodes, self.degree)
-        groups.sort(key=lambda members: (state.batches[members].mean(), state.kv_tokens[members].mean()))
-        for members in groups:
-            moe = smallest(members, state.batches)
+        bounds = cp_groups(state.nodes, self.degree)
+        sizes = np.diff(bounds)
+        requests = np.add.reduceat(state.batches, bounds[:-1]) / sizes
+        kv_tokens = np.add.reduceat(state.kv_tokens, bounds[:-1]) / sizes
+        for group in np.lexsort([kv_tokens, requests]):
+            members = np.arange(bounds[group], bounds[group + 1])
+            moe = smallest(state, members)
             split = np.full(len(members), request.num_tokens // len(members))
             split[np.argsort(members != moe, kind="stable")[: request.num_tokens % len(members)]] += 1
             placement = placed(moe, list(zip(members.tolist(), split.tolist(), strict=True)))
