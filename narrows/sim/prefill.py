@@ -6,6 +6,7 @@
 The steps are those of runtime.prefill on numbers alone.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,7 @@ class Job:
     needs_decode: bool
     num_tokens: int
     handover: HandOver
+    tokens: "array[int]"
     table: BlockTable | None = None  # None: waiting for pages
     landed: bool = False  # decode has made room
     computed: int = 0
@@ -103,7 +105,7 @@ class PrefillInstance:
             partial(self._hooks.ready, life),
             partial(self._delivered, life),
         )
-        self._jobs[life] = Job(life, needs_decode, life.num_tokens, handover)
+        self._jobs[life] = Job(life, needs_decode, life.num_tokens, handover, life.tokens())
         self._wake()
 
     def land(self, life: Life) -> HandOver:
@@ -176,7 +178,7 @@ class PrefillInstance:
                 continue
             if open_tokens >= self._budget or num_running >= self._max_num_seqs:
                 return
-            admission = self.cache.admit(job.life.tokens())
+            admission = self.cache.admit(job.tokens)
             if admission is None:
                 return
             job.table, job.computed = admission.table, admission.cached_tokens
@@ -218,7 +220,7 @@ class PrefillInstance:
                 continue  # released meanwhile
             job.computed += chunk
             self.computed_tokens += chunk
-            self.cache.commit(job.table, job.life.tokens()[: job.computed])
+            self.cache.commit(job.table, job.tokens[: job.computed])
             if job.computed == job.num_tokens:
                 self._finish(job)
         if self._trace is not None:
@@ -228,7 +230,7 @@ class PrefillInstance:
 
     def _finish(self, job: Job) -> None:
         """The prompt's token is sampled: it goes to the client at once, and to decode with the hand-over."""
-        job.done = True
+        job.done, job.tokens = True, array("q")
         life = job.life
         life.sample(self._loop.now_s, self.name)
         self._hooks.prefilled(life)
