@@ -31,7 +31,7 @@ Rebalanced = tuple[Ints, tuple[tuple[int, int], ...], tuple[int, ...]]
 class Hierarchy:
     """`above` this many instances a decision is made in groups of `nodes_per_group` nodes, else at once."""
 
-    above: int = 64
+    above: int = 256
     nodes_per_group: int = 4
 
 
@@ -116,17 +116,19 @@ def _groups(view: GroupView, hierarchy: Hierarchy) -> Ints | None:
 
 
 def _split(view: GroupView, group_of: Ints) -> Iterator[_Part]:
-    groups, starts = np.unique(group_of, return_index=True)
-    owner = group_of[view.active.moe]
-    degrees = view.active.degrees
-    for group, first, last in zip(groups, starts, [*starts[1:], len(group_of)], strict=True):
-        rows = np.flatnonzero(owner == group)
-        members = np.repeat(owner == group, degrees)
+    active, (groups, starts) = view.active, np.unique(group_of, return_index=True)
+    owner = group_of[active.moe]
+    order, placed = np.argsort(owner, kind="stable"), np.argsort(np.repeat(owner, active.degrees), kind="stable")
+    ends = np.searchsorted(owner[order], groups, side="right")
+    for rows, first, last in zip(np.split(order, ends[:-1]), starts, [*starts[1:], len(group_of)], strict=True):
+        degrees = active.degrees[rows]
+        count = int(degrees.sum())
+        members, placed = placed[:count], placed[count:]
         bindings = Bindings(
-            moe=view.active.moe[rows] - first,
-            starts=np.concatenate([[0], np.cumsum(degrees[rows])]),
-            members=view.active.members[members] - first,
-            shards=view.active.shards[members],
+            moe=active.moe[rows] - first,
+            starts=np.concatenate([[0], np.cumsum(degrees)]),
+            members=active.members[members] - first,
+            shards=active.shards[members],
         )
         inside = slice(int(first), int(last))
         part = replace(
