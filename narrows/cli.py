@@ -264,6 +264,19 @@ HANDOVER_OPTIONS = (
 )
 
 
+@bench.command("sched")
+@_list_option("--policy", "dual-balanced", str, "names", "Policies, as serve names them.")
+@click.option("--case", "cases", multiple=True, help="Only these cases (default: all).")
+@rounds_option(200)
+@json_option("Write the rows here.")
+def bench_sched(policy: tuple[str, ...], cases: tuple[str, ...], rounds: int, json_file: Path | None) -> None:
+    """How long deciding takes: a step's decision, admission from 4 to 256 nodes, memory over a million requests."""
+    from narrows.bench.results import save
+    from narrows.bench.sched import run as run_bench
+
+    save(json_file, run_bench(policy, cases=cases, rounds=rounds))
+
+
 @bench.command("handover")
 @_list_option("--tt-over-tp", "6.5", float, "numbers", "Transfer time of a prompt's KV over its prefill time.")
 @_list_option("--batch", "1", int, "whole numbers", "Requests submitted at once.")

@@ -62,19 +62,21 @@ def rebalance(
     active = view.active
     state.batches, state.free_pages = _ints(state.batches), _ints(state.free_pages)
     arriving = np.zeros_like(state.batches) if view.arriving is None else _ints(view.arriving)
-    bindings = _ints(active.moe), _ints(active.starts), _ints(active.members), _ints(active.shards)
-    sizes = view.page_size, view.max_num_seqs
+    page_size = view.page_size
+    full = active.shards % page_size == 0 if page_size & (page_size - 1) else active.shards & (page_size - 1) == 0
+    bindings = _ints(active.moe), _ints(active.starts), _ints(active.members)
+    rest = state.free_pages, view.max_num_seqs
     fits, moe, batches, free, homeless = _assign(
-        *bindings, arriving if moves else state.batches, state.free_pages, *sizes, not moves
+        *bindings, full, arriving if moves else state.batches, *rest, not moves
     )
     if not fits:
-        fits, moe, batches, free, homeless = _assign(*bindings, state.batches, state.free_pages, *sizes, True)
+        fits, moe, batches, free, homeless = _assign(*bindings, full, state.batches, *rest, True)
         assert fits
     homeless.sort()
     further = np.full(len(homeless), -1)
     if moves and len(homeless):
         nodes = np.zeros_like(view.nodes) if view.cross_nodes else _ints(view.nodes)
-        _grow(homeless, further, *bindings[1:3], nodes, _ints(view.kv_tokens), moe, batches, free, view.max_num_seqs)
+        _grow(homeless, further, *bindings[1:], nodes, _ints(view.kv_tokens), moe, batches, free, view.max_num_seqs)
     state.kv_tokens += batches - arriving
     state.batches, state.free_pages = batches, free
     rows = list(zip(homeless.tolist(), further.tolist(), strict=True))
@@ -148,10 +150,9 @@ def _assign(
     old: Ints,  # [R]
     starts: Ints,  # [R + 1]
     members: Ints,  # [T]
-    shards: Ints,  # [T]
+    full: Flags,  # [T] the last page of the shard is: its next token needs another
     batches_before: Ints,  # [W]
     free_before: Ints,  # [W] pages
-    page_size: int,
     max_num_seqs: int,
     keep: bool,
 ) -> tuple[bool, Ints, Ints, Ints, Ints]:
@@ -173,7 +174,7 @@ def _assign(
         chosen, able = -1, False
         for i in range(starts[row], starts[row + 1]):
             member = members[i]
-            if shards[i] % page_size == 0 and free[member] <= 0:
+            if full[i] and free[member] <= 0:
                 continue
             able = True
             if keep and member == old[row]:
@@ -193,8 +194,7 @@ def _assign(
         if not stays:
             moe[row] = members[chosen]
             batches[moe[row]] += 1
-        if shards[chosen] % page_size == 0:
-            free[moe[row]] -= 1
+        free[moe[row]] -= full[chosen]
     return True, moe, batches, free, homeless[:num_homeless]
 
 
@@ -420,39 +420,40 @@ def _lower(
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Flags, Ints, Flags]:
     """RoutingTables from local_starts on."""
     size, num_requests = len(first), len(moe)
-    local_starts, attended_starts = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
+    widths, heights = np.zeros(size, np.int64), np.zeros(size, np.int64)  # M and N
     for request in range(num_requests):
         if takes_part[request]:
-            local_starts[moe[request] + 1] += 1
+            widths[moe[request]] += 1
             for i in range(starts[request], starts[request + 1]):
-                attended_starts[members[i] + 1] += 1
+                heights[members[i]] += 1
             if extra[request] >= 0:
-                attended_starts[extra[request] + 1] += 1
+                heights[extra[request]] += 1
+    local_starts, attended_starts = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
     q_starts, res_starts = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
     for s in range(size):
-        q_starts[s + 1] = q_starts[s] + local_starts[s + 1] * sizes[s]
-        res_starts[s + 1] = res_starts[s] + attended_starts[s + 1] * sizes[s]
-        local_starts[s + 1] += local_starts[s]
-        attended_starts[s + 1] += attended_starts[s]
+        local_starts[s + 1] = local_starts[s] + widths[s]
+        attended_starts[s + 1] = attended_starts[s] + heights[s]
+        q_starts[s + 1] = q_starts[s] + widths[s] * sizes[s]
+        res_starts[s + 1] = res_starts[s] + heights[s] * sizes[s]
     local, attended = np.empty(local_starts[size], np.int64), np.empty(attended_starts[size], np.int64)
     q_route, res_route = np.zeros(q_starts[size], np.bool_), np.zeros(res_starts[size], np.bool_)
-    num_local, num_attended = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    # The next column of each instance's tables; in the tables, that of the row which instance 0 would have.
+    next_local, next_attended = local_starts.copy(), attended_starts.copy()
+    next_q, next_res = q_starts[:size] - first * widths, res_starts[:size] - first * heights
     for request in range(num_requests):
         if not takes_part[request]:
             continue
         s = moe[request]
-        column = num_local[s]
-        num_local[s] += 1
-        local[local_starts[s] + column] = request
-        width = local_starts[s + 1] - local_starts[s]
+        local[next_local[s]] = request
+        next_local[s] += 1
         end = starts[request + 1]
         for i in range(starts[request], end + (extra[request] >= 0)):
             member = members[i] if i < end else extra[request]
-            assert first[s] <= member < first[s] + sizes[s], "a binding reaches out of the routing domain"
-            q_route[q_starts[s] + (member - first[s]) * width + column] = True
-            place = num_attended[member]
-            num_attended[member] += 1
-            attended[attended_starts[member] + place] = request
-            there = attended_starts[member + 1] - attended_starts[member]
-            res_route[res_starts[member] + (s - first[member]) * there + place] = True
+            assert first[member] == first[s], "a binding reaches out of the routing domain"
+            q_route[next_q[s] + member * widths[s]] = True
+            attended[next_attended[member]] = request
+            next_attended[member] += 1
+            res_route[next_res[member] + s * heights[member]] = True
+            next_res[member] += 1
+        next_q[s] += 1
     return local_starts, local, attended_starts, attended, q_starts, q_route, res_starts, res_route
