@@ -8,16 +8,16 @@ How NanoCP's numbers lead to ours, for DeepSeek-V3 on 4 nodes of 8 H200 (bytes a
 hardware's; M requests are bound to an instance, on average):
 
 - Attention: FlashMLA's rates give 278,528 FLOP / (2/3 of 989 TFLOP/s) = 0.42 ns for a token and 0.15 us for a sequence.
-  Nothing of NanoCP's enters. At 30 requests/s M is 72 (below), and the 40-55 us of figure 5(b)'s light instances mean
-  800 to 1,300 tokens a short request. That sets the prompts: 250, beside half of an output seen midway (700).
+  Nothing of NanoCP's enters. At 30 requests/s M is 68 (below), and the 40-55 us of figure 5(b)'s light instances mean
+  870 to 1,390 tokens a short request. That sets the prompts: 250, beside an output seen at a random step of it (670).
 - Dispatch + combine of M tokens take 95 us + 2.61 us M by DeepEP's table. The 350.9 us of NanoCP's figure 15 is
   therefore M = 98, and uniform CP8 then routes 98 x 7 queries of 147 KB and results of 132 KB: 629.8 us less two
   latencies is 333 GB/s of NVLink's 450. Per-request CP moves little, so its 60.4 us is two latencies of 27 us.
-- Outputs: figure 19 has 2,279 active; at 40 requests/s and 49.08 ms (section 6.6) Little's law makes that 1,160 tokens
-  at its peak, and 1,100 is taken as mean. That figure 19 shows this rate is our reading of it.
-- Long prompts: the mean of figure 5(b), 184.3 us, asks for about 450,000 tokens each; the KV memory of 32 instances at
-  the 45 requests/s of section 7's 5 % cohort has room for 270,000 each at a 50 ms step; a mean of 305,000 lies between.
-- What is left of 49.08 ms at 40 requests/s is the time of a layer's small kernels.
+- Outputs: figure 19 has 2,279 active at its peak. If that is at 40 requests/s and 49.08 ms (section 6.6), which is our
+  reading, and the mean is a tenth below the peak, Little's law makes it 1,050 tokens.
+- Long prompts: the mean of figure 5(b), 184.3 us, asks for about 470,000 tokens each; the KV memory of 32 instances at
+  the 45 requests/s of section 7's 5 % cohort has room for 280,000 each at a 50 ms step; a mean of 305,000 lies between.
+- What is left of 49.08 ms at 40 requests/s is the time of a layer's small kernels: 160 us.
 """
 
 from dataclasses import dataclass
@@ -75,12 +75,14 @@ CONSTANTS: dict[str, Constant] = {
         0.74, "of peak", "629.8 us less latencies, at the M of 350.9 us", (NANOCP_CP8, NANOCP_MOE)
     ),
     # -- the rest of a step ------------------------------------------------------------------------------------------
-    "layer_small_s": Constant(60e-6, "s a layer", "what 49.08 ms leaves: norms, gating, copies", (NANOCP_TPOT,)),
+    "layer_small_s": Constant(160e-6, "s a layer", "what 49.08 ms leaves: norms, gating, copies", (NANOCP_TPOT,)),
     "step_once_s": Constant(1e-3, "s a step", "2 % of 50 ms: scheduling, metadata, sampling", (NANOCP_CONTROL,)),
     # -- memory ------------------------------------------------------------------------------------------------------
-    "memory_share": Constant(0.9, "of a device", "vLLM's default of gpu_memory_utilization"),
-    "memory_other_bytes": Constant(
-        10e9, "bytes", "graphs (5.3 GiB, table 2), activations, buffers: leaves about 1M tokens", (NANOCP_CAPACITY,)
+    "memory_share": Constant(
+        0.83,
+        "of a device",
+        "for weights and KV: vLLM's 0.9, less graphs (5.3 GiB, table 2) and buffers; leaves Kimi-K2 about 1M tokens",
+        (NANOCP_CAPACITY,),
     ),
     # -- prefill -----------------------------------------------------------------------------------------------------
     "prefill_share": Constant(0.7, "of peak", "assumed, where nothing below is said of the machine"),
@@ -92,7 +94,7 @@ CONSTANTS: dict[str, Constant] = {
     # -- lengths of the synthetic workloads (mixes) ------------------------------------------------------------------
     "short_prompt_median": Constant(150, "tokens", "context of light instances", (NANOCP_LIGHT,)),
     "short_prompt_sigma": Constant(1.0, "", "assumed: chats differ much"),
-    "output_median": Constant(970, "tokens", "Little's law", (NANOCP_ACTIVE, NANOCP_TPOT)),
+    "output_median": Constant(926, "tokens", "Little's law", (NANOCP_ACTIVE, NANOCP_TPOT)),
     "output_sigma": Constant(0.5, "", "assumed"),
     "long_prompt_median": Constant(
         260_000, "tokens", "mean attention and room in memory", (NANOCP_MEAN, NANOCP_COHORT)

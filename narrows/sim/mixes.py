@@ -8,7 +8,7 @@ The parameters are ours, chosen so that what the text does say comes out; calibr
 | -------- | --------- | ------- | ----- | -------------- | ------- |
 | sharegpt | prompt    | 150     | 1.0   | 4 .. 8,192     | 247     |
 | github   | prompt    | 260,000 | 0.75  | 32 K .. 1 M    | 305,000 |
-| both     | output    | 970     | 0.5   | 4 .. 8,192     | 1,100   |
+| both     | output    | 926     | 0.5   | 4 .. 8,192     | 1,050   |
 
 Prompt and output of a request are independent. Means are of the cut distribution.
 """

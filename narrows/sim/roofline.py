@@ -184,5 +184,5 @@ class Roofline:
 
     def kv_tokens(self, num_instances: int) -> int:
         """Tokens whose KV one of `num_instances` that share the experts can hold."""
-        free = self.hardware.memory_bytes * self._of("memory_share") - self._of("memory_other_bytes")
-        return self.model.kv_tokens_per_instance(free, num_instances, self.weights, self.kv)
+        room = self.hardware.memory_bytes * self._of("memory_share")
+        return self.model.kv_tokens_per_instance(room, num_instances, self.weights, self.kv)
