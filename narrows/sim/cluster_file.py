@@ -24,7 +24,16 @@ from narrows.sim.cost import Cost, Null
 from narrows.sim.hardware import GBPS, Hardware, hardware_named
 from narrows.sim.measured import Fitted, Table, read_costs
 from narrows.sim.model_shapes import ModelShape, model_named
-from narrows.sim.parts import ClusterPart, CostsPart, HardwarePart, LinkPart, ModelPart, PolicyPart, WorkloadPart
+from narrows.sim.parts import (
+    ClusterPart,
+    CostsPart,
+    DecodePart,
+    HardwarePart,
+    LinkPart,
+    ModelPart,
+    PolicyPart,
+    WorkloadPart,
+)
 from narrows.sim.roofline import Roofline
 from narrows.sim.workload import Trace
 
@@ -38,6 +47,7 @@ class Scenario:
     model: ModelPart = field(default_factory=ModelPart)
     link: LinkPart = field(default_factory=LinkPart)
     policy: PolicyPart = field(default_factory=PolicyPart)
+    decode: DecodePart = field(default_factory=DecodePart)
     workload: WorkloadPart = field(default_factory=WorkloadPart)
     costs: CostsPart = field(default_factory=CostsPart)
     path: Path | None = None

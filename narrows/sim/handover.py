@@ -255,6 +255,7 @@ class HandOver:
             proactive_bytes=round(self.sent[PROACTIVE]),
             on_demand_bytes=round(self.sent[ON_DEMAND]),
             speculative_bytes=round(self.sent[SPECULATIVE]),
+            wasted_bytes=max(0, round(self._kv_crossed - self.model.kv_bytes(self.num_tokens))),
             pushed_blocks=self.num_pushed,
             num_blocks=blocks_for(self.num_tokens, self.model.scheme.num_blocks or NUM_BLOCKS) * self.model.num_layers,
             prefill_s=self.prefill_s,

@@ -11,9 +11,12 @@ from narrows.sim.model_shapes import MODELS
 
 ARRIVALS = ("trace", "poisson", "gamma", "constant")
 COSTS = ("roofline", "table", "fitted", "null")
+ROUTES = ("routed", "collective")
+GRAPHS = ("whole", "piecewise")
+FIRST_TOKENS = ("arrival", "admission")
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", dict: "a table"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -123,6 +126,24 @@ class PolicyPart(Part):
     select_ratio: float = _setting(0.1, "of the context that a decode step reads", least=0.0, most=1.0)
     on_demand_ratio: float = _setting(0.1, "of these entries, fetched when decode begins", least=0.0, most=1.0)
     metadata_ratio: float = _setting(0.0, "bytes of the selector's metadata over those of KV", least=0.0, most=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart(Part):
+    """How decode instances work together."""
+
+    table: ClassVar[str] = "decode"
+    lock_step: bool = _setting(True, "all step together; without, each on its own, by a policy of degree 1")
+    cross_nodes: bool = _setting(False, "KV of one request may lie on several nodes")
+    two_batch_overlap: bool = _setting(False, "two halves of a batch, one computes while the other communicates")
+    routes: str = _setting("routed", "queries and results of CP: routed, or by a dense collective", known=ROUTES)
+    graphs: str = _setting("whole", "a CUDA graph for a whole step, or piecewise", known=GRAPHS)
+    graph_gap_us: float = _setting(30.0, "of each layer, between the pieces of its graph", least=0.0)
+    aging_s: float = _setting(5.0, "how long a request that does not fit may be overtaken", least=0.0)
+    first_token: str = _setting(
+        "arrival", "of requests that come with their KV: told at arrival, or at admission", known=FIRST_TOKENS
+    )
+    tpot_slo_ms: float = _setting(50.0, "that requests are to meet", above=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from narrows.sim.workload import Trace
 class PrefillShape:
     """Prefill instances and what each has; `link_bytes_per_s` is what it can send."""
 
+    cost: Cost
     num_instances: int
     num_pages: int
     page_size: int
@@ -54,12 +55,13 @@ class PrefillShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """What is simulated. Whoever makes one has looked up names; what can not work together is refused by `simulate`.
+class Setup:
+    """What is simulated, names looked up (sim.setup); what can never be served is refused by `simulate`.
 
     `lock_step`: all decode instances are one group. Else each steps on its own and `policy`, of degree 1, chooses
     among them. `prefill` None: requests arrive with their KV at hand, and their first token too: at their arrival or,
-    with `first_token_at_start`, when decode begins, which leaves waiting for room out of TTST and TPOT.
+    with `first_token_at_start`, when decode begins, which leaves waiting for room out of TTST and TPOT. `cost` is that
+    of decode, and of prefilling again what external prefill brought and decode preempted.
     """
 
     trace: Trace
@@ -108,19 +110,19 @@ class Outcome:
         return [measured for life in self.lives for measured in measure(life.events()).values()]
 
 
-def simulate(scenario: Scenario, listeners: Listeners | None = None) -> Outcome:
+def simulate(setup: Setup, listeners: Listeners | None = None) -> Outcome:
     """Run until all requests have ended. Raises ConfigError for what can never be served."""
-    return _Cluster(scenario, listeners or Listeners()).run()
+    return _Cluster(setup, listeners or Listeners()).run()
 
 
 class _Cluster:
     """The coordinator's part, and the hooks of instances."""
 
-    def __init__(self, scenario: Scenario, listeners: Listeners) -> None:
-        self._scenario = scenario
+    def __init__(self, setup: Setup, listeners: Listeners) -> None:
+        self._setup = setup
         self._listeners = listeners
         self._loop = Loop()
-        self._lives = [Life(RequestId(str(i)), i, arrival) for i, arrival in enumerate(scenario.trace)]
+        self._lives = [Life(RequestId(str(i)), i, arrival) for i, arrival in enumerate(setup.trace)]
         self._groups = self._make_groups()
         self._prefill: dict[InstanceId, PrefillInstance] = {}
         self._queue: OrderedDict[Life, None] = OrderedDict()  # not yet sent to prefill
@@ -131,28 +133,28 @@ class _Cluster:
         self._queued: list[tuple[float, int]] = []
         self._num_placed = 0
         self._num_ended = 0
-        if scenario.prefill is not None:
-            for i in range(scenario.prefill.num_instances):
-                self._make_prefill(InstanceId(f"prefill-{i}"), scenario.prefill)
+        if setup.prefill is not None:
+            for i in range(setup.prefill.num_instances):
+                self._make_prefill(InstanceId(f"prefill-{i}"), setup.prefill)
 
     def _make_groups(self) -> list[DecodeGroup]:
-        scenario = self._scenario
-        names = [InstanceId(f"decode-{i}") for i in range(scenario.decode.num_instances)]
-        if scenario.lock_step:
-            return [self._make_group(scenario.decode, names)]
-        one = GroupShape(1, 1, scenario.decode.num_pages, scenario.decode.page_size, scenario.decode.max_num_seqs)
+        setup = self._setup
+        names = [InstanceId(f"decode-{i}") for i in range(setup.decode.num_instances)]
+        if setup.lock_step:
+            return [self._make_group(setup.decode, names)]
+        one = GroupShape(1, 1, setup.decode.num_pages, setup.decode.page_size, setup.decode.max_num_seqs)
         return [self._make_group(one, [name]) for name in names]
 
     def _make_group(self, shape: GroupShape, names: Sequence[InstanceId]) -> DecodeGroup:
-        scenario, listeners = self._scenario, self._listeners
+        setup, listeners = self._setup, self._listeners
         return DecodeGroup(
             self._loop,
             shape,
             names,
-            scenario.policy,
-            scenario.cost,
+            setup.policy,
+            setup.cost,
             self,
-            scenario.options,
+            setup.options,
             record=listeners.decided,
             trace=listeners.trace,
         )
@@ -172,7 +174,7 @@ class _Cluster:
         self._prefill[name] = PrefillInstance(
             self._loop,
             name,
-            self._scenario.cost,
+            shape.cost,
             cache,
             link,
             shape.handover,
@@ -209,10 +211,10 @@ class _Cluster:
             raise ConfigError(
                 f"trace: request {most.index + 1}: input_length + output_length: {lengths} do not fit the decode "
                 f"instances even when nothing else is there ({shape.num_instances} of {shape.num_pages} pages of "
-                f"{shape.page_size} tokens, policy {self._scenario.policy.name}); give them more memory, spread "
+                f"{shape.page_size} tokens, policy {self._setup.policy.name}); give them more memory, spread "
                 "requests by another policy, or leave the request out"
             )
-        prefill = self._scenario.prefill
+        prefill = self._setup.prefill
         if prefill is not None and pages_for(most.arrival.num_tokens + 1, prefill.page_size) > prefill.num_pages:
             raise ConfigError(
                 f"trace: request {most.index + 1}: input_length + output_length: {lengths} do not fit a prefill "
@@ -225,7 +227,7 @@ class _Cluster:
     def _arrive(self, life: Life) -> None:
         now_s = self._loop.now_s
         life.tell(EventKind.ARRIVED, now_s, num_prompt_tokens=life.arrival.num_prompt)
-        if self._scenario.prefill is None:
+        if self._setup.prefill is None:
             self._come_with_kv(life)
         else:
             self._queue[life] = None
@@ -234,7 +236,7 @@ class _Cluster:
 
     def _come_with_kv(self, life: Life) -> None:
         """External prefill: KV, and the next token, are at hand."""
-        late = self._scenario.first_token_at_start and life.generation == 0 and life.num_left > 1
+        late = self._setup.first_token_at_start and life.generation == 0 and life.num_left > 1
         if not late:
             life.sample(self._loop.now_s, None)
         if life.num_left == 0:
@@ -244,7 +246,7 @@ class _Cluster:
             self._schedule()
 
     def _seek_room(self, life: Life) -> None:
-        if self._scenario.lock_step:
+        if self._setup.lock_step:
             self._groups[0].enqueue(life, life.arrival.time_s)
         else:
             self._roomless[life] = None
@@ -259,7 +261,7 @@ class _Cluster:
         while self._queue:
             life = next(iter(self._queue))
             demand = Demand(life.room, life.num_left > 1)
-            name = self._scenario.prefill_policy.choose_prefill(self._view(), demand, self._loop.now_s)
+            name = self._setup.prefill_policy.choose_prefill(self._view(), demand, self._loop.now_s)
             if name is None:
                 break
             del self._queue[life]
@@ -274,20 +276,20 @@ class _Cluster:
         instance.submit(life, demand.needs_decode)
         if not demand.needs_decode:
             return
-        if self._scenario.lock_step or self._roomless or not self._reserve(life):
+        if self._setup.lock_step or self._roomless or not self._reserve(life):
             self._seek_room(life)
 
     def _reserve(self, life: Life) -> bool:
         """Room on one of the instances that step on their own."""
         view, request = self.decode_view(), Waiting(life.room, life.arrival.time_s)
-        placement = self._scenario.policy.place(GroupState(view), request, self._loop.now_s)
+        placement = self._setup.policy.place(GroupState(view), request, self._loop.now_s)
         if self._listeners.placed is not None:
             self._listeners.placed(view, request, placement, self._loop.now_s)
         if placement is None:
             return False
         if len(placement.members) != 1:
             raise ConfigError(
-                f"policy: {self._scenario.policy.name} spreads a request over instances, which must step together for "
+                f"policy: {self._setup.policy.name} spreads a request over instances, which must step together for "
                 "that; use one of degree 1, or let them step together"
             )
         self._num_placed += 1
@@ -301,7 +303,7 @@ class _Cluster:
         seats = sorted((place, i, tokens) for i, group in enumerate(self._groups) for place, tokens in group.holdings())
         moe = np.array([i for _, i, _ in seats], np.int64)
         tokens = np.array([tokens for _, _, tokens in seats], np.int64)
-        shape, width = self._scenario.decode, len(self._groups)
+        shape, width = self._setup.decode, len(self._groups)
         return GroupView(
             nodes=np.zeros(width, np.int64),
             num_pages=np.full(width, shape.num_pages),
@@ -314,8 +316,8 @@ class _Cluster:
         )
 
     def _view(self) -> ClusterView:
-        assert self._scenario.prefill is not None
-        shape = self._scenario.prefill
+        assert self._setup.prefill is not None
+        shape = self._setup.prefill
         return ClusterView(
             tuple(
                 InstanceView(name, Role.PREFILL, shape.num_pages, pages, shape.page_size, shape.max_num_seqs, seqs)
@@ -353,7 +355,7 @@ class _Cluster:
         self._note_queue()
 
     def placed(self, life: Life, group: DecodeGroup) -> HandOver | None:
-        if self._scenario.prefill is None:
+        if self._setup.prefill is None:
             if life.produced == 0:
                 life.sample(self._loop.now_s, None)
             return None
@@ -371,8 +373,8 @@ class _Cluster:
             self._at_prefill[life][0].release(life)
 
     def preempted(self, life: Life, since_s: float) -> None:
-        if self._scenario.prefill is None:
-            seconds = self._scenario.cost.prefill_s([Work(life.num_tokens, life.num_tokens)])
+        if self._setup.prefill is None:
+            seconds = self._setup.cost.prefill_s([Work(life.num_tokens, life.num_tokens)])
             self._loop.after(seconds, partial(self._come_with_kv, life))
             return
         self._leave(life)

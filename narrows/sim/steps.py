@@ -44,15 +44,13 @@ class Steps:
 def time_steps(cost: Cost, halves: Sequence[tuple[StepLoad, Ints]]) -> Steps:
     """Of S steps whose loads differ in nothing but the KV tokens [S, W] that stand beside each load.
 
-    One load: layers as StepTimes has them. Two are the micro-batches of two-batch overlap (DeepSeek-V3 section 3.4;
-    NanoCP section 7): one communicates while the other computes. The layers of both together then last as long as
-    both's computation or both's communication, whichever is longer, and never less than one micro-batch alone; each
-    computes on its own, so what a kernel costs however small its batch is paid twice.
+    One load: as StepTimes has it. Two are those of two-batch overlap, as cost.overlapped_s has it.
     """
     timed = [_Half(cost, load, kv_tokens) for load, kv_tokens in halves]
     first = timed[0].times
     moe_s, dense_s = _layer_s([half.moe for half in timed]), _layer_s([half.dense for half in timed])
-    total = first.num_moe_layers * moe_s + first.num_dense_layers * dense_s + first.once_s
+    total = first.num_moe_layers * moe_s + first.num_dense_layers * dense_s
+    total = total + max(half.times.once_s for half in timed)
     moe_attention = np.sum([half.moe_attention.max(axis=1, initial=0.0) for half in timed], axis=0)
     dense_attention = np.sum([half.dense_attention.max(axis=1, initial=0.0) for half in timed], axis=0)
     layers = [half.times.moe if first.num_moe_layers else half.times.dense for half in timed]
@@ -100,10 +98,9 @@ def _layer_s(phases: Sequence[_Phases]) -> Floats:
         before, after, _, _ = phases[0]
         alone: Floats = before + after
         return alone
-    computing = np.sum([before + expert for before, _, _, expert in phases], axis=0)
-    communicating = sum(moe for _, _, moe, _ in phases)
-    longest = np.max([before + after for before, after, _, _ in phases], axis=0)
-    overlapped: Floats = np.maximum(np.maximum(computing, communicating), longest)
+    (first, _, first_moe_s, first_expert_s), (second, _, second_moe_s, second_expert_s) = phases
+    one, other = np.maximum(first, second_moe_s) + first_expert_s, np.maximum(second, first_moe_s) + second_expert_s
+    overlapped: Floats = one + other
     return overlapped
 
 

@@ -1,7 +1,7 @@
 """The lock-step decode group: hand-calculated steps, and that steps made at once are those decided one by one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from narrows.core.ids import InstanceId
 from narrows.metrics.definitions import check_lifetime
 from narrows.sched.group import Decision, GroupView
 from narrows.sched.registry import make_policy
-from narrows.sim.cost import LayerTimes, Null, StepLoad, StepTimes
+from narrows.sim.cost import Null, StepLoad, overlapped_s
 from narrows.sim.group import GroupOptions, GroupShape
 from narrows.sim.hardware import H200
 from narrows.sim.model_shapes import DEEPSEEK_V3, QWEN3_8B
 from narrows.sim.roofline import Roofline
-from narrows.sim.run import Listeners, Outcome, Scenario, simulate
+from narrows.sim.run import Listeners, Outcome, Setup, simulate
 from narrows.sim.steps import load_of, time_steps
 from narrows.sim.workload import Arrival
 
@@ -35,10 +35,10 @@ def run(
     listeners: Listeners | None = None,
     **more: Any,
 ) -> Outcome:
-    scenario = Scenario(
+    setup = Setup(
         tuple(arrivals), cost or Null(), make_policy(policy), shape, options=options or GroupOptions(), **more
     )
-    return simulate(scenario, listeners)
+    return simulate(setup, listeners)
 
 
 def times(outcome: Outcome, index: int) -> list[float]:
@@ -138,33 +138,17 @@ def test_steps_at_once_take_what_the_cost_says_of_each(loads: list[tuple[int, in
         assert time_steps(cost, [(load, tokens)]).total_s == pytest.approx(each, rel=1e-12)
 
 
-def test_two_batch_overlap_hides_communication_behind_computing() -> None:
-    @dataclass(frozen=True)
-    class Phases:
-        """A layer of given phases, whatever there is to do."""
-
-        moe_s: float
-        name: str = "phases"
-
-        def decode(self, load: StepLoad) -> StepTimes:
-            def every(seconds: float) -> Any:
-                return np.full(load.num_instances, seconds)
-
-            layer = LayerTimes(
-                every(1.0), every(0.0), every(2.0), every(0.0), every(self.moe_s), every(3.0), every(self.moe_s)
-            )
-            return StepTimes(layer, 10, layer, 0, 0.5)
-
-    load = StepLoad.local(np.array([2, 2]), np.array([8, 8]))
-    kv = load.kv_tokens[None]
-    alone = time_steps(Phases(4.0), [(load, kv)]).total_s  # type: ignore[list-item]
-    assert alone.tolist() == [10 * (1 + 2 + 4 + 3 + 4) + 0.5]
-    # computing 2 x 6 s, communicating 2 x 8 s, one micro-batch 14 s: the longest
-    both = time_steps(Phases(4.0), [(load, kv), (load, kv)]).total_s  # type: ignore[list-item]
-    assert both.tolist() == [10 * 16 + 0.5]
-    # communicating 2 x 2 s is hidden behind 12 s
-    hidden = time_steps(Phases(1.0), [(load, kv), (load, kv)]).total_s  # type: ignore[list-item]
-    assert hidden.tolist() == [10 * 12 + 0.5]
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 10**6)), min_size=16, max_size=16))
+def test_overlapped_steps_take_what_the_cost_says_of_two_halves(loads: list[tuple[int, int]]) -> None:
+    none = np.zeros(8, np.int64)
+    halves = []
+    for part in (loads[:8], loads[8:]):
+        batch = np.array([b for b, _ in part], np.int64)
+        halves.append(StepLoad(batch, batch, np.array([k if b else 0 for b, k in part], np.int64), none, none))
+    for model in (DEEPSEEK_V3, QWEN3_8B):
+        cost = Roofline(H200, model)
+        took = time_steps(cost, [(half, half.kv_tokens[None]) for half in halves]).total_s
+        assert took == pytest.approx([overlapped_s(*map(cost.decode, halves))], rel=1e-12)
 
 
 # ---- steps at once against steps one by one
@@ -196,15 +180,15 @@ def test_reused_decisions_are_those_made_anew(
     for fast in (True, False):
         options = GroupOptions(fast=fast, two_batch_overlap=overlap)
         outcomes.append(run(arrivals, shape, policy, cost, options))
-    fast, plain = outcomes
-    assert _told(fast) == _told(plain)
+    reused, plain = outcomes
+    assert _told(reused) == _told(plain)
     series = [outcome.groups[0].series for outcome in outcomes]
     assert series[0].num_steps == series[1].num_steps
     for name in ("batch_cv", "kv_cv", "attention_s", "moe_s", "cp_s", "other_s"):
         assert series[0].mean(name) == pytest.approx(series[1].mean(name)), name
         assert series[0].peak(name) == pytest.approx(series[1].peak(name)), name
-    assert fast.groups[0].num_decisions <= plain.groups[0].num_decisions
-    check_lifetime(fast.events())
+    assert reused.groups[0].num_decisions <= plain.groups[0].num_decisions
+    check_lifetime(reused.events())
 
 
 def _told(outcome: Outcome) -> list[Event]:
