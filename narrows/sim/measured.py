@@ -193,7 +193,7 @@ def read_costs(path: Path) -> CostFile:
         raise ConfigError(
             f"costs: {path} can not be read: {error.strerror or error}; name a file that exists"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"costs: {path} is not JSON: {error}; see docs/simulator-costs.md") from None
     if not isinstance(said, dict):
         raise ConfigError(f"costs: {path} is not a JSON object; see docs/simulator-costs.md")

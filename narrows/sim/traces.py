@@ -25,10 +25,9 @@ def read_trace(path: Path, limit: int | None = None, most_tokens: int | None = N
         raise ConfigError(f"limit: {limit} is not allowed; use at least 1 request, or leave it out for all")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            if not first.strip():
-                where = f"{path}:1"
-                raise ConfigError(f"{where}: the trace is empty; give one request a line (JSON lines or Azure's CSV)")
+            first = next((line for line in file if line.strip()), "")
+            if not first:
+                raise ConfigError(f"{path}:1: the trace is empty; give one request a line (JSON lines or Azure's CSV)")
             file.seek(0)
             # utf-8-sig drops its mark only at the very beginning, to which seek(0) returns.
             rows = _azure(path, file) if _is_csv(first) else _mooncake(path, file)
@@ -80,8 +79,10 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Row]:
         where = f"{path}:{line}"
         try:
             row = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{where}: not JSON ({error}); each line must be one JSON object") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}: not JSON ({error}); each line must be one JSON object, unless the file is Azure's CSV"
+            ) from None
         if not isinstance(row, dict):
             raise ConfigError(f'{where}: not a JSON object; write {{"timestamp": ..., "input_length": ...}}')
         stamp = _member(where, row, "timestamp", "milliseconds")
@@ -110,11 +111,11 @@ def _prefix_ids(where: str, row: dict[str, Any], num_prompt: int) -> tuple[int, 
 def _azure(path: Path, lines: Iterator[str]) -> Iterator[Row]:
     rows = csv.reader(lines, strict=True)
     try:
-        header = [name.strip() for name in next(rows)]
+        header = [name.strip() for name in next(row for row in rows if row)]
         for column in AZURE_COLUMNS:
             if column not in header:
                 raise ConfigError(
-                    f"{path}:1: {column}: missing in the header {','.join(header)!r}; "
+                    f"{path}:{rows.line_num}: {column}: missing in the header {','.join(header)!r}; "
                     f"the first line must be {','.join(AZURE_COLUMNS)}"
                 )
         at = [header.index(column) for column in AZURE_COLUMNS]

@@ -37,7 +37,7 @@ def mooncake(folder: Path, *rows: object) -> Path:
 
 def test_mooncake_lines(tmp_path: Path) -> None:
     later = {"timestamp": 2500, "input_length": 3, "output_length": 1}
-    trace = read_trace(mooncake(tmp_path, GOOD, "", later))
+    trace = read_trace(mooncake(tmp_path, "", GOOD, "", later))
     assert trace == (Arrival(0.0, 1025, 7, (5, 6, 9)), Arrival(1.5, 3, 1))
     assert read_trace(mooncake(tmp_path, GOOD, "not JSON"), limit=1) == trace[:1]
 
@@ -56,6 +56,8 @@ def test_mooncake_lines(tmp_path: Path) -> None:
         ([{**GOOD, "hash_ids": [1]}], r"jsonl:1: hash_ids: 1 ids for 1025 tokens; give 3"),
         ([{**GOOD, "hash_ids": [1, "x", 2]}], r"jsonl:1: hash_ids: .* is no list of ids"),
         ([GOOD, "{"], r"jsonl:2: not JSON .*one JSON object"),
+        ([GOOD, '{"timestamp": ' + "9" * 5000 + "}"], r"jsonl:2: not JSON"),
+        (["", "  "], r"jsonl:1: the trace is empty"),
         ([GOOD, "[1]"], r"jsonl:2: not a JSON object"),
         (["what is this"], r"jsonl:1: not JSON"),
         ([], r"jsonl:1: the trace is empty"),
@@ -102,6 +104,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     [
         ("TIME,ContextTokens,GeneratedTokens\n", r"csv:1: TIMESTAMP: missing in the header .*first line must be"),
         ("TIMESTAMP,ContextTokens\n", r"csv:1: GeneratedTokens: missing"),
+        ("\n" + HEADER.replace("Gen", "gen"), r"csv:2: GeneratedTokens: missing"),
         (HEADER, r"csv:2: the trace has a header but no request"),
         (HEADER + "yesterday,1,1\n", r"csv:2: TIMESTAMP: 'yesterday' is no time"),
         (HEADER + "2023-11-16 18:15:46,-3,1\n", r"csv:2: ContextTokens: -3 is not allowed"),
