@@ -73,8 +73,9 @@ def decide_by_groups(
     an active request's KV binding crosses groups.
 
     Rebalancing, growth and placing stay inside a group. A request that its group has no room for is tried by the other
-    ones, so it waits only if all that could hold it have refused it. One that has waited `aging_s` is sent to the group
-    with the most free pages first, and a group that refuses it admits nobody who is behind it in this step.
+    ones, so it waits only if all with pages for it have refused it. A group that refuses one that has waited `aging_s`
+    admits nobody who is behind it in this step. The head of the line, when it has, is sent first to the group with the
+    most free pages of those that could ever hold it, whether it fits or not, so that room is kept for it somewhere.
     """
     group_of = _groups(view, hierarchy or Hierarchy())
     if group_of is None:
@@ -169,9 +170,11 @@ def _admit(
     aged = np.array([now_s - request.since_s >= aging_s for request in waiting], np.bool_)
     tried = np.zeros((len(waiting), len(parts)), np.bool_)
     left = np.arange(len(waiting))
+    home = _home(waiting[0], parts, policy, closed) if aged.any() else -1
     while True:
         loads = np.array([part.summary for part in parts])
-        chosen = _router(large)(left, tokens, aged, tried, closed, loads, parts[0].view.page_size)
+        chosen = _router(large)(left, tokens, tried, closed, loads, parts[0].view.page_size, home)
+        home = -1
         if (chosen < 0).all():
             return admitted
         tried[left[chosen >= 0], chosen[chosen >= 0]] = True
@@ -189,14 +192,21 @@ def _admit(
         left = np.array([index for index in left.tolist() if index not in admitted], np.int64)
 
 
+def _home(request: Waiting, parts: list[_Part], policy: GroupPolicy, closed: Ints) -> int:
+    """The open group with the most free pages among those that could hold the request when empty; -1: none."""
+    able = [i for i, part in enumerate(parts) if fits_when_empty(part.view, policy, part.local(request))]
+    free = {i: int(parts[i].state.free_pages.sum()) for i in able if closed[i] >= 0}
+    return max(free, key=lambda i: (free[i], -i), default=-1)
+
+
 def _route(
     left: Ints,  # [L] indices in the line
     tokens: Ints,  # [Q]
-    aged: Flags,  # [Q]
     tried: Flags,  # [Q, G]
     closed: Ints,  # [G]
     loads: Ints,  # [G, 5] as _Part.summary
     page_size: int,
+    home: int,  # of the head of the line; -1: it goes like the others
 ) -> Ints:
     """The group that each of those left is to try next, -1: none, [L]. Loads count whom it has assigned at once."""
     chosen = np.full(len(left), -1)
@@ -209,13 +219,12 @@ def _route(
         for i in range(len(sizes)):
             if tried[index, i] or index > closed[i] or pages[i] < num_pages or seqs[i] < 1:
                 continue
-            if aged[index]:
-                cost = float(-pages[i])
-            else:
-                by_requests, by_tokens = requests[i] / sizes[i], kv_tokens[i] / sizes[i]
-                cost = by_requests / mean_requests**2 + tokens[index] * by_tokens / mean_tokens**2
+            by_requests, by_tokens = requests[i] / sizes[i], kv_tokens[i] / sizes[i]
+            cost = by_requests / mean_requests**2 + tokens[index] * by_tokens / mean_tokens**2
             if cost < least:
                 best, least = i, cost
+        if index == 0 and home >= 0:
+            best = home
         chosen[at] = best
         if best >= 0:
             requests[best] += 1

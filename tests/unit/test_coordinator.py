@@ -33,7 +33,7 @@ from narrows.kv.layout import pages_for
 from narrows.metrics.definitions import check_lifetime
 from narrows.runtime.client import Output
 from narrows.runtime.coordinator import Coordinator
-from narrows.sched.least_batch import LeastBatch
+from narrows.sched.registry import POLICIES, make_policy
 
 PAGE = 4
 KEY = RegionKey("null", "", 0)
@@ -47,11 +47,15 @@ def info(name: str, role: Role, *, num_pages: int = 64, seqs: int = 4) -> Instan
 class Bench:
     """A coordinator with its events and outputs recorded, and time moved by hand."""
 
-    def __init__(self, *infos: InstanceInfo, max_queue: int = 100) -> None:
+    def __init__(self, *infos: InstanceInfo, max_queue: int = 100, policy: str = "least-batch") -> None:
         self.events: list[Event] = []
         self.outputs: dict[str, list[Output]] = defaultdict(list)
         self.coordinator = Coordinator(
-            LeastBatch(), max_queue=max_queue, max_model_len=100, vocab_size=1000, observe=self.events.append
+            make_policy(policy),
+            max_queue=max_queue,
+            max_model_len=100,
+            vocab_size=1000,
+            observe=self.events.append,
         )
         self.now = 0.0
         for one in infos:
@@ -132,6 +136,65 @@ def test_prefill_begins_without_decode_room_and_room_is_given_in_order() -> None
     bench.say(P0, Progress(released=(Released("a", 0),)))
     bench.say(D0, Progress(released=(Released("a", 0),)))
     assert [m.request.id for _, m in bench.sent() if isinstance(m, Reserve)] == ["b"]
+
+
+def placed(policy: str, *lengths: int, num_pages: int = 64, seqs: int = 4) -> list[str]:
+    """Where requests of these lengths are sent at decode, one after the other, of three instances."""
+    decode = [info(f"decode-{i}", Role.DECODE, num_pages=num_pages, seqs=seqs) for i in range(3)]
+    bench = Bench(info("prefill-0", Role.PREFILL, num_pages=1000, seqs=100), *decode, policy=policy)
+    for i, length in enumerate(lengths):
+        bench.submit(f"r{i}", length)
+    return [instance.removeprefix("decode-") for instance, m in bench.sent() if isinstance(m, Reserve)]
+
+
+def test_the_policy_places_at_decode() -> None:
+    """By hand: a long request, then short ones. Who looks at KV or pages leaves the long one's instance alone."""
+    assert placed("least-batch", 60, 5, 5, 5, 5) == ["0", "1", "2", "1", "2"], "of equal batches the most free pages"
+    assert placed("least-cache", 60, 5, 5, 5, 5) == ["0", "1", "2", "1", "2"]
+    assert placed("least-cache", 60, 5, 50, 5, 5, 5, 5) == [*"0121112"], "four are all it works on"
+    assert placed("round-robin", 60, 5, 5, 5, 5) == ["0", "1", "2", "0", "1"]
+    assert placed("vllm", 60, 5, 5, 5, 5) == ["0", "1", "2", "0", "1"]
+    assert placed("dynamo-cost", 60, 5, 5, 5, 5) == ["0", "1", "2", "1", "2"]
+
+
+def test_what_one_instance_can_not_hold_waits_whatever_the_policy() -> None:
+    """Pools of four pages, each of four tokens, the next token's place included."""
+    for name in (name for name in POLICIES if POLICIES[name].local):
+        assert len(placed(name, *[15] * 5, num_pages=4)) == 3
+        assert placed(name, 16, num_pages=4) == []
+        assert len(placed(name, *[1] * 9, seqs=2)) == 6
+
+
+def test_turns_go_on_when_requests_have_ended() -> None:
+    """One request at a time: its instance would always be the first if turns were those of who is there."""
+    decode = [info(f"decode-{i}", Role.DECODE) for i in range(3)]
+    bench = Bench(info("prefill-0", Role.PREFILL), *decode, policy="round-robin")
+    seen = []
+    for i in range(6):
+        bench.submit(f"r{i}")
+        (instance,) = [instance for instance, m in bench.sent() if isinstance(m, Reserve)]
+        seen.append(instance)
+        bench.coordinator.abort(RequestId(f"r{i}"), bench.now)
+        bench.say(P0, Progress(released=(Released(f"r{i}", 0),)))
+        bench.say(instance, Progress(released=(Released(f"r{i}", 0),)))
+        bench.sent()
+    assert seen == [f"decode-{i % 3}" for i in range(6)]
+
+
+def test_the_group_that_policies_see_is_what_the_books_say() -> None:
+    """By hand: a decodes with 6 + 2 tokens, whose next one needs a third page; b is on its way with 3 + 1; c has no
+    decode instance yet."""
+    bench = Bench(info("prefill-0", Role.PREFILL), info("decode-0", Role.DECODE, seqs=2))
+    for name, length in (("a", 6), ("b", 3), ("c", 9)):
+        bench.submit(name, length, 9)
+    bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
+    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 1, 12), token("a", 0, 2, 13))))
+    view = bench.coordinator.group_view([D0])
+    assert (view.active.moe.tolist(), view.active.shards.tolist()) == ([0], [8])
+    assert view.arriving is not None and view.arriving.tolist() == [1] and view.batches.tolist() == [2]
+    assert (view.kv_tokens.tolist(), view.used_pages.tolist()) == ([8 + 3], [3 + 1])
+    assert (view.num_pages.tolist(), view.page_size, view.max_num_seqs, view.num_placed) == ([64], PAGE, 2, 2)
 
 
 def test_decode_lets_go_only_after_prefill_has() -> None:
@@ -341,14 +404,20 @@ class Actor:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 2), st.booleans())
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.sampled_from([name for name in POLICIES if POLICIES[name].local]),
+)
 def test_whatever_happens_each_request_ends_once_and_nothing_is_held(
-    seed: int, num_prefill: int, num_decode: int, losses: bool
+    seed: int, num_prefill: int, num_decode: int, losses: bool, policy: str
 ) -> None:
     chance = random.Random(seed)
     infos = [info(f"prefill-{i}", Role.PREFILL, num_pages=20, seqs=3) for i in range(num_prefill)]
     infos += [info(f"decode-{i}", Role.DECODE, num_pages=20, seqs=2) for i in range(num_decode)]
-    bench = Bench(*infos)
+    bench = Bench(*infos, policy=policy)
     actors = {one.id: Actor(one, chance) for one in infos}
     prefills: dict[tuple[str, int], bool] = {}
     names = [f"r{i}" for i in range(12)]
