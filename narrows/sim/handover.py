@@ -217,15 +217,15 @@ class HandOver:
         return left / self.model.kv_bytes(self.num_tokens) if left > max(_DUST, 1e-9 * self._kv_crossed) else 0.0
 
     def fetch(self, context: int, on_done: Callable[[], Any]) -> tuple[int, int]:
-        """A step's fetches: returns (tokens x layers selected, of these fetched). `on_done` comes when they are there,
-        not at all when there are none."""
+        """A step's fetches: returns (tokens x layers selected, of these fetched). `on_done` comes when they are there;
+        not at all when there are none, that is 0 of them."""
         model = self.model
         selecting = model.num_layers - model.dense_layers
         selected = model.select_ratio * context * selecting
         lacking = model.on_demand_ratio * self.lacking / self._lacked if self._lacked else 0.0
         fetched = min(selected * lacking, self.lacking * self.num_tokens * selecting)
         num_bytes = fetched * model.token_bytes * (PACKED if model.scheme.packed else 1.0)
-        if num_bytes < _DUST:
+        if fetched < 1.0 or num_bytes < _DUST:
             return round(selected), 0
 
         def crossed() -> None:

@@ -120,7 +120,7 @@ def test_all_kv_crosses_once_in_the_end() -> None:
     outcome = simulate(setup([Arrival(0.0, num_tokens, 400)], rate=kv / 6.0, scheme="selective"))
     (delivered,) = [e.delivered for e in outcome.events() if e.delivered is not None]
     crossed = delivered.proactive_bytes + delivered.speculative_bytes + delivered.on_demand_bytes / 0.75
-    assert crossed - delivered.wasted_bytes == pytest.approx(kv, rel=1e-6)
+    assert crossed - delivered.wasted_bytes == pytest.approx(kv, abs=4)  # each path's is rounded
     assert delivered.wasted_bytes < 1e-3 * kv  # was fetched while the same was granted
     assert delivered.on_demand_bytes > 0
     ratios = [ratio for measured in outcome.metrics() for ratio in measured.on_demand_ratio]
