@@ -31,7 +31,8 @@ def _compiled() -> Iterator[None]:
     yield
     kernels = [value for value in vars(compiled).values() if hasattr(value, "signatures")]
     assert len(kernels) >= 5
-    assert all(len(kernel.signatures) == 1 for kernel in kernels), "what was prepared served all of these tests"
+    # One each, or none where a kernel is only called by others and these came out of the cache.
+    assert all(len(kernel.signatures) <= 1 for kernel in kernels), "what was prepared served all of these tests"
 
 
 def assert_same_tables(one: RoutingTables, other: RoutingTables) -> None:
