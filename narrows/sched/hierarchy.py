@@ -118,11 +118,11 @@ def _groups(view: GroupView, hierarchy: Hierarchy) -> Ints | None:
 
 def _split(view: GroupView, group_of: Ints) -> Iterator[_Part]:
     active, (groups, starts) = view.active, np.unique(group_of, return_index=True)
-    owner = group_of[active.moe]
-    order, placed = np.argsort(owner, kind="stable"), np.argsort(np.repeat(owner, active.degrees), kind="stable")
+    owner, sizes = group_of[active.moe], active.degrees
+    order, placed = np.argsort(owner, kind="stable"), np.argsort(np.repeat(owner, sizes), kind="stable")
     ends = np.searchsorted(owner[order], groups, side="right")
     for rows, first, last in zip(np.split(order, ends[:-1]), starts, [*starts[1:], len(group_of)], strict=True):
-        degrees = active.degrees[rows]
+        degrees = sizes[rows]
         count = int(degrees.sum())
         members, placed = placed[:count], placed[count:]
         bindings = Bindings(
