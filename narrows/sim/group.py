@@ -184,13 +184,13 @@ class DecodeGroup:
         """The MoE binding of a request whose KV is on its way."""
         return self.names[self._arriving[life].placement.moe]
 
-    def holdings(self) -> Iterator[tuple[int, int]]:
-        """(order, tokens that there is room for) of every request here that was put."""
+    def holdings(self) -> Iterator[tuple[int, int, bool]]:
+        """(order, tokens that there is room for, whether it takes part in steps) of every request here that was put."""
         for seat in (*self._arriving.values(), *self._joining):
-            yield seat.order, sum(seat.placement.split)
+            yield seat.order, sum(seat.placement.split), False
         held = np.add.reduceat(self._shards, self._starts[:-1]) if self._seats else ()
         for seat, tokens in zip(self._seats, held, strict=True):
-            yield seat.order, int(tokens)
+            yield seat.order, int(tokens), True
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request that grows so long fits the empty group."""
@@ -218,6 +218,7 @@ class DecodeGroup:
             moe[seat.placement.moe] += 1
             for member, tokens in zip(seat.placement.members, seat.placement.split, strict=True):
                 kv[member] += tokens
+            kv[seat.placement.moe] -= 1  # the next token's slot is still empty
         return GroupView(
             nodes=self._nodes,
             num_pages=np.full(len(self._nodes), self.shape.num_pages),

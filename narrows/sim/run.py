@@ -24,7 +24,7 @@ from narrows.kv.layout import pages_for
 from narrows.metrics.definitions import RequestMetrics, measure
 from narrows.profile.timing import Work
 from narrows.sched.base import GroupPolicy, PrefillPolicy
-from narrows.sched.group import Bindings, Decision, GroupView, Placement, Waiting
+from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, Waiting
 from narrows.sched.least_batch import LeastBatch
 from narrows.sched.state import GroupState
 from narrows.sched.view import ClusterView, Demand, InstanceView
@@ -297,22 +297,27 @@ class _Cluster:
         return True
 
     def decode_view(self) -> GroupView:
-        """Instances that step on their own, as the coordinator sees them."""
+        """Instances that step on their own, as the coordinator sees them (runtime.coordinator)."""
         for group in self._groups:
             group.settle()
-        seats = sorted((place, i, tokens) for i, group in enumerate(self._groups) for place, tokens in group.holdings())
-        moe = np.array([i for _, i, _ in seats], np.int64)
-        tokens = np.array([tokens for _, _, tokens in seats], np.int64)
+        seats = sorted((order, i, n, on) for i, group in enumerate(self._groups) for order, n, on in group.holdings())
+        _, moe, tokens, active = np.array(seats, np.int64).reshape(-1, 4).T
+        rows = np.flatnonzero(active)
         shape, width = self._setup.decode, len(self._groups)
+
+        def total(of: Ints) -> Ints:
+            return np.bincount(moe, of, width).astype(np.int64)
+
         return GroupView(
             nodes=np.zeros(width, np.int64),
             num_pages=np.full(width, shape.num_pages),
-            used_pages=np.bincount(moe, -(-tokens // shape.page_size), width).astype(np.int64),
-            kv_tokens=np.bincount(moe, tokens, width).astype(np.int64),
+            used_pages=total(-(-tokens // shape.page_size)),
+            kv_tokens=total(tokens - 1),
             page_size=shape.page_size,
             max_num_seqs=shape.max_num_seqs,
-            active=Bindings(moe, np.arange(len(moe) + 1), moe, tokens),
+            active=Bindings(moe[rows], np.arange(len(rows) + 1), moe[rows], tokens[rows] - 1),
             num_placed=self._num_placed,
+            arriving=total(1 - active),
         )
 
     def _view(self) -> ClusterView:
