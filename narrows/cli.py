@@ -210,6 +210,66 @@ def demo(
     run_demo(config, num_tokens=tokens, max_tokens=max_tokens, json_file=json_file, png_file=png_file)
 
 
+# Flags of settings of a scenario (sim.parts): flag, setting, type, help.
+SIMULATED: tuple[tuple[str, str, Any, str], ...] = (
+    ("--trace", "workload.trace", str, "Requests from a Mooncake JSONL or Azure CSV file."),
+    ("--mix", "workload.mix", str, "Synthetic requests instead: sharegpt, issue1, issue5, github.  [default: issue1]"),
+    ("--requests", "workload.requests", int, "How many.  [default: the whole trace, 1000 of a mix]"),
+    ("--rate", "workload.rate", float, "Requests a second.  [default: the trace's own, 40 of a mix]"),
+    ("--arrivals", "workload.arrivals", str, "trace (its own times), poisson, gamma or constant."),
+    ("--seed", "workload.seed", int, "Of everything random.  [default: 0]"),
+    ("--model", "model.name", str, "A built-in model.  [default: DeepSeek-V3]"),
+    ("--hardware", "hardware.name", str, "Of decode instances, and of prefill ones unless told.  [default: H200]"),
+    ("--prefill-hardware", "hardware.prefill", str, "Of prefill instances."),
+    ("--nodes", "cluster.nodes", int, "Nodes of decode instances.  [default: 1]"),
+    ("--instances-per-node", "cluster.instances_per_node", int, "Decode instances of a node.  [default: 8]"),
+    ("--prefill", "cluster.prefill_instances", int, "Prefill instances; 0: KV comes with the request.  [default: 8]"),
+    ("--kv-tokens", "cluster.kv_tokens", int, "Tokens an instance holds KV of.  [default: what the model leaves]"),
+    ("--policy", "policy.name", str, "Scheduling policies, separated by commas.  [default: dual-balanced]"),
+    ("--transfer", "policy.transfer", str, "Scheme of the hand-over.  [default: full]"),
+    ("--link-gbps", "link.gbps", float, "Gbit/s of one instance to other nodes.  [default: the hardware's]"),
+    ("--tpot-slo-ms", "decode.tpot_slo_ms", float, "That requests are to meet.  [default: 50]"),
+)
+
+
+def _simulated(command: F) -> F:
+    for flag, place, kind, text in reversed(SIMULATED):
+        command = click.option(flag, place.replace(".", "__"), type=kind, default=None, help=text)(command)
+    return command
+
+
+@main.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@_simulated
+@click.option(
+    "--set", "settings", multiple=True, callback=_text, help="Any other setting: decode.two_batch_overlap=true."
+)
+@json_option("Write settings and figures here; the same file given as FILE runs it again.")
+@click.option("--png", type=click.Path(path_type=Path), callback=_writable, help="Draw it over time here.")
+@click.option(
+    "--chrome-trace", type=click.Path(path_type=Path), callback=_writable, help="Write a timeline for Perfetto here."
+)
+def simulate(
+    file: Path | None,
+    settings: tuple[str, ...],
+    json_file: Path | None,
+    png: Path | None,
+    chrome_trace: Path | None,
+    **given: Any,
+) -> None:
+    """Simulate a cluster on a trace, by the policies that serving uses.
+
+    FILE is a scenario in TOML, or what an earlier run wrote with --json; flags go before it.
+    """
+    from narrows.bench.results import save
+    from narrows.bench.simulate import read, run, show
+
+    flags = {name.replace("__", "."): value for name, value in given.items() if value is not None}
+    result = run(*read(file, flags, settings), png=png, trace=chrome_trace)
+    save(json_file, result)
+    show(result)
+
+
 @main.group()
 def bench() -> None:
     """Measure, each figure beside a reference from the same run."""

@@ -127,6 +127,7 @@ class DecodeGroup:
             KVCache(shape.num_pages, shape.page_size, reuse_prefixes=False) for _ in range(shape.num_instances)
         ]
         self.num_placed = 0
+        self.num_spread = 0  # placements on several instances, and those that became so
         self.num_decisions = 0
         self.num_stretches = 0
         self._loop = loop
@@ -328,6 +329,7 @@ class DecodeGroup:
 
     def _grow(self, row: int, instance: int) -> None:
         """A further member, still without tokens."""
+        self.num_spread += len(self._seats[row].tables) == 1
         self._seats[row].tables[instance] = BlockTable(self.shape.page_size)
         first, last = self._starts[row], self._starts[row + 1]
         at = int(first + np.searchsorted(self._members[first:last], instance))
@@ -361,6 +363,7 @@ class DecodeGroup:
             assert table is not None, f"a placement gave {self.names[member]} pages that it has not"
             seat.tables[member] = table
         self.num_placed += 1
+        self.num_spread += len(placement.members) > 1
         self._arriving[life] = seat
         seat.handover = self._hooks.placed(life, self)
         if seat.handover is None:
