@@ -170,7 +170,7 @@ def _admit(
     aged = np.array([now_s - request.since_s >= aging_s for request in waiting], np.bool_)
     tried = np.zeros((len(waiting), len(parts)), np.bool_)
     left = np.arange(len(waiting))
-    home = _home(waiting[0], parts, policy, closed) if aged.any() else -1
+    home = _home(waiting[0], parts, policy, closed) if aged[:1].any() else -1
     while True:
         loads = np.array([part.summary for part in parts])
         chosen = _router(large)(left, tokens, tried, closed, loads, parts[0].view.page_size, home)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -56,6 +57,18 @@ def test_a_request_waits_only_where_every_group_refuses_it(group: Group) -> None
     parted = decide_by_groups(group.view(), make_policy("least-batch"), 0.0, hierarchy=EACH)
     if not (central.stuck or parted.stuck):
         assert [index for index, _ in central.admitted] == [index for index, _ in parted.admitted]
+
+
+@pytest.mark.parametrize("name", ["dual-balanced", "vllm"])
+@settings(max_examples=60, deadline=None)
+@given(group=groups(), now=st.integers(0, 20), hierarchy=st.sampled_from([EACH, PAIRS]))
+def test_compiled_loops_decide_the_same(name: str, group: Group, now: int, hierarchy: Hierarchy) -> None:
+    decisions = []
+    for least in (0, 10**9):
+        with patch("narrows.sched.hierarchy.COMPILED_FROM", least):
+            policy = make_policy(name)
+            decisions.append(decide_by_groups(group.view(), policy, float(now), aging_s=3.0, hierarchy=hierarchy))
+    assert decisions[0] == decisions[1]
 
 
 def test_small_groups_are_decided_at_once() -> None:
