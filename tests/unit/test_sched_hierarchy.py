@@ -193,6 +193,37 @@ def test_a_long_request_is_admitted_when_it_has_aged_and_its_group_has_emptied()
     assert admitted is not None and 20 <= admitted <= 20 + 6 + 1
 
 
+@pytest.mark.parametrize("name", ["dual-balanced", "least-batch", "segment:10"])
+@settings(max_examples=60, deadline=None)
+@given(group=groups(max_waiting=6), data=st.data())
+def test_nobody_waits_for_ever(name: str, group: Group, data: st.DataObject) -> None:
+    """Whatever fits some group when empty is admitted once it heads the line, has aged and those then active in its
+    group have ended, though short requests come for ever."""
+    policy = make_policy(name)
+    group.cross_nodes = False
+    group.active = [one for one in group.active if len({group.nodes[i] for i in one[1]}) == 1]
+    view = group.view()
+    group.waiting = [r for r in group.waiting if fits_when_empty_by_groups(view, policy, r, EACH)]
+    patient = len(group.waiting)
+    watched = {id(request) for request in group.waiting}
+    lives = data.draw(st.integers(1, 4))
+    ends = [lives] * len(group.active)
+    step = 0
+    while watched:
+        now = 10.0 + step
+        assert step <= 5 + (lives + 1) * (patient + 1), f"{group.waiting} still wait"
+        decision = decide_by_groups(group.view(), policy, now, aging_s=5.0, hierarchy=EACH)
+        watched -= {id(group.waiting[index]) for index, _ in decision.admitted}
+        stayed = group.execute(decision)
+        ends = [ends[i] if i < len(ends) else step + lives for i in stayed]
+        alive = [end > step for end in ends]
+        group.active = [request for request, there in zip(group.active, alive, strict=True) if there]
+        ends = [end for end in ends if end > step]
+        if fits_when_empty_by_groups(view, policy, Waiting(1, now), EACH):
+            group.waiting += [Waiting(1, now), Waiting(1, now)]
+        step += 1
+
+
 def cohort(seed: int, num_long: int) -> GroupView:
     """400 requests at once for 16 empty nodes of 4: short ones of some 650 tokens, long ones of 200 to 500 thousand."""
     chance = random.Random(seed)
