@@ -8,16 +8,18 @@ How NanoCP's numbers lead to ours, for DeepSeek-V3 on 4 nodes of 8 H200 (bytes a
 hardware's; M requests are bound to an instance, on average):
 
 - Attention: FlashMLA's rates give 278,528 FLOP / (2/3 of 989 TFLOP/s) = 0.42 ns for a token and 0.15 us for a sequence.
-  Nothing of NanoCP's enters. At 30 requests/s M is 68 (below), and the 40-55 us of figure 5(b)'s light instances mean
-  870 to 1,390 tokens a short request. That sets the prompts: 250, beside an output seen at a random step of it (670).
+  Nothing of NanoCP's enters. At 30 requests/s M is 72 (below), and the 40-55 us of figure 5(b)'s light instances mean
+  800 to 1,300 tokens a short request. That sets the prompts: 250, beside an output seen at a random step of it (700).
 - Dispatch + combine of M tokens take 95 us + 2.61 us M by DeepEP's table. The 350.9 us of NanoCP's figure 15 is
   therefore M = 98, and uniform CP8 then routes 98 x 7 queries of 147 KB and results of 132 KB: 629.8 us less two
   latencies is 333 GB/s of NVLink's 450. Per-request CP moves little, so its 60.4 us is two latencies of 27 us.
 - Outputs: figure 19 has 2,279 active at its peak. If that is at 40 requests/s and 49.08 ms (section 6.6), which is our
-  reading, and the mean is a tenth below the peak, Little's law makes it 1,050 tokens.
-- Long prompts: the mean of figure 5(b), 184.3 us, asks for about 470,000 tokens each; the KV memory of 32 instances at
-  the 45 requests/s of section 7's 5 % cohort has room for 280,000 each at a 50 ms step; a mean of 305,000 lies between.
-- What is left of 49.08 ms at 40 requests/s is the time of a layer's small kernels: 160 us.
+  reading, and the mean is a twentieth below the peak, Little's law makes it 1,100 tokens.
+- Long prompts: vLLM's 37.99 ms on average and 51.93 at P99 with 10 requests/s of Issue 1 % (section 7) come of a few
+  long requests on instances of their own: 200,000 tokens on average, very unequal. Figure 5(b)'s mean of 184.3 us
+  would ask for twice that; the KV memory of 32 instances at the 45 requests/s of section 7's 5 % cohort has room for
+  270,000 each.
+- What is left of 49.08 ms at 40 requests/s is the time of a layer's small kernels: 175 us.
 """
 
 from dataclasses import dataclass
@@ -35,12 +37,12 @@ class Constant:
 
 # What published results are called here and in reports: paper, place, what.
 NANOCP_LIGHT = "nanocp/fig5b/attention of light instances 40-55 us"
-NANOCP_MEAN = "nanocp/fig5b/mean attention 184.3 us"
 NANOCP_MOE = "nanocp/fig15/largest dispatch+combine 350.9 us"
 NANOCP_CP = "nanocp/6.5/CP communication 60.4 us per request"
 NANOCP_CP8 = "nanocp/6.5/CP communication 629.8 us uniform CP8"
 NANOCP_TPOT = "nanocp/6.6/mean TPOT 49.08 ms at 40 requests/s"
 NANOCP_ACTIVE = "nanocp/fig19/25 of 2,279 active requests use CP"
+NANOCP_VLLM = "nanocp/7/TPOT 37.99 ms, P99 51.93 ms, Issue 1 % at 10 requests/s, without TBO"
 NANOCP_COHORT = "nanocp/7/cohort of Issue 5 % at 45 requests/s"
 NANOCP_CONTROL = "nanocp/6.7/control plane 1.42-2.61 % of a step"
 NANOCP_CAPACITY = "nanocp/1/KV capacity about 1M tokens an instance"
@@ -75,7 +77,7 @@ CONSTANTS: dict[str, Constant] = {
         0.74, "of peak", "629.8 us less latencies, at the M of 350.9 us", (NANOCP_CP8, NANOCP_MOE)
     ),
     # -- the rest of a step ------------------------------------------------------------------------------------------
-    "layer_small_s": Constant(160e-6, "s a layer", "what 49.08 ms leaves: norms, gating, copies", (NANOCP_TPOT,)),
+    "layer_small_s": Constant(175e-6, "s a layer", "what 49.08 ms leaves: norms, gating, copies", (NANOCP_TPOT,)),
     "step_once_s": Constant(1e-3, "s a step", "2 % of 50 ms: scheduling, metadata, sampling", (NANOCP_CONTROL,)),
     # -- memory ------------------------------------------------------------------------------------------------------
     "memory_share": Constant(
@@ -94,12 +96,10 @@ CONSTANTS: dict[str, Constant] = {
     # -- lengths of the synthetic workloads (mixes) ------------------------------------------------------------------
     "short_prompt_median": Constant(150, "tokens", "context of light instances", (NANOCP_LIGHT,)),
     "short_prompt_sigma": Constant(1.0, "", "assumed: chats differ much"),
-    "output_median": Constant(926, "tokens", "Little's law", (NANOCP_ACTIVE, NANOCP_TPOT)),
+    "output_median": Constant(970, "tokens", "Little's law", (NANOCP_ACTIVE, NANOCP_TPOT)),
     "output_sigma": Constant(0.5, "", "assumed"),
-    "long_prompt_median": Constant(
-        260_000, "tokens", "mean attention and room in memory", (NANOCP_MEAN, NANOCP_COHORT)
-    ),
-    "long_prompt_sigma": Constant(0.75, "", "assumed"),
+    "long_prompt_median": Constant(140_000, "tokens", "stragglers that few make", (NANOCP_VLLM, NANOCP_COHORT)),
+    "long_prompt_sigma": Constant(1.0, "", "as long_prompt_median", (NANOCP_VLLM,)),
 }
 
 

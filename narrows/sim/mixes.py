@@ -7,8 +7,8 @@ The parameters are ours, chosen so that what the text does say comes out; calibr
 | lengths  | tokens of | median  | sigma | cut at         | mean    |
 | -------- | --------- | ------- | ----- | -------------- | ------- |
 | sharegpt | prompt    | 150     | 1.0   | 4 .. 8,192     | 247     |
-| github   | prompt    | 260,000 | 0.75  | 32 K .. 1 M    | 305,000 |
-| both     | output    | 926     | 0.5   | 4 .. 8,192     | 1,050   |
+| github   | prompt    | 140,000 | 1.0   | 16 K .. 1 M    | 200,000 |
+| both     | output    | 970     | 0.5   | 4 .. 8,192     | 1,100   |
 
 Prompt and output of a request are independent. Means are of the cut distribution.
 """
@@ -60,7 +60,7 @@ class Lengths:
 
 OUTPUT = LogNormal(constant("output_median"), constant("output_sigma"), 4, 8192)
 SHAREGPT = Lengths(LogNormal(constant("short_prompt_median"), constant("short_prompt_sigma"), 4, 8192), OUTPUT)
-GITHUB = Lengths(LogNormal(constant("long_prompt_median"), constant("long_prompt_sigma"), 32_000, 1_000_000), OUTPUT)
+GITHUB = Lengths(LogNormal(constant("long_prompt_median"), constant("long_prompt_sigma"), 16_000, 1_000_000), OUTPUT)
 
 # Share of long requests, by count.
 MIXES = {"sharegpt": 0.0, "issue1": 0.01, "issue5": 0.05, "github": 1.0}

@@ -24,7 +24,7 @@ from narrows.sim.model_shapes import DEEPSEEK_V3, LLAMA_3_1_8B, QWEN3_14B
 from narrows.sim.roofline import Roofline
 
 NANOCP = Roofline(H200, DEEPSEEK_V3)
-OUTPUT, CONTEXT = 1050, 920  # of a short request: mean output, and mean context seen at a random step
+OUTPUT, CONTEXT = 1100, 950  # of a short request: mean output, and mean context seen at a random step
 
 
 def all_of(value: float, width: int = 32) -> npt.NDArray[np.int64]:
@@ -97,12 +97,12 @@ def test_attention_that_memory_limits_by_hand() -> None:
 
 def test_light_instances_of_figure_5b() -> None:
     """40-55 us (calibrated) at the batch that 30 requests a second of vLLM make."""
-    assert 40 <= attention_us(68, 68 * CONTEXT) <= 55
+    assert 40 <= attention_us(72, 72 * CONTEXT) <= 55
 
 
 def test_the_straggler_of_figure_5b_fits_in_memory() -> None:
     """539.5 us is what an instance full of KV takes, within the figure's own batch."""
-    assert attention_us(68, NANOCP.kv_tokens(32)) == pytest.approx(539.5, rel=0.15)
+    assert attention_us(72, NANOCP.kv_tokens(32)) == pytest.approx(539.5, rel=0.15)
 
 
 def test_more_sequences_take_longer_for_the_same_tokens() -> None:
@@ -147,7 +147,7 @@ def test_one_instance_has_nobody_to_send_to() -> None:
 
 def test_most_instances_of_figure_5a() -> None:
     """Dispatch and combine together between 100 and 500 us, over the batches that LeastCache leaves (2 to 140)."""
-    for batch in (2, 68, 140):
+    for batch in (2, 72, 140):
         moe = NANOCP.decode(StepLoad.local(all_of(batch), all_of(batch * CONTEXT))).moe.moe.max()
         assert 95e-6 <= moe <= 500e-6
 
@@ -175,11 +175,12 @@ def test_a_binding_across_nodes_takes_the_link() -> None:
 
 
 def steady(load: Callable[[float], StepLoad], rate: float, step_s: Callable[[StepLoad], float] | None = None) -> float:
-    """TPOT that makes as many active requests as it takes them to be served (Little's law), 32 instances."""
+    """TPOT that makes as many active requests as it takes them to be served (Little's law), 32 instances of at most 256
+    each (NanoCP, section 6.7: "per-GPU batch sizes up to 256"); beyond, requests wait."""
     step_s = step_s or (lambda load: NANOCP.decode(load).total_s)
     tpot = 0.03
     for _ in range(200):
-        tpot = step_s(load(rate * OUTPUT * tpot / 32))
+        tpot = step_s(load(min(256, rate * OUTPUT * tpot / 32)))
     return tpot
 
 
@@ -188,8 +189,8 @@ def short_only(batch: float) -> StepLoad:
 
 
 def balanced(batch: float) -> StepLoad:
-    """One in a hundred has 305,000 tokens more, spread over eight; the fullest instance a third more than the mean."""
-    tokens = batch * (CONTEXT + 0.01 * 305_000)
+    """One in a hundred has 200,000 tokens more, spread over eight; the fullest instance a third more than the mean."""
+    tokens = batch * (CONTEXT + 0.01 * 200_000)
     return StepLoad(*map(all_of, (batch, batch * 1.07, tokens * 1.33, batch * 0.07, batch * 0.07)))
 
 
@@ -214,7 +215,7 @@ def test_a_layer_is_made_of_its_phases_by_hand() -> None:
     and the router's 7168 x 256, all experts chosen by someone."""
     times = NANOCP.decode(short_only(64)).moe
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert times.other.max() == pytest.approx(160e-6 + attention / 3.84e12)
+    assert times.other.max() == pytest.approx(175e-6 + attention / 3.84e12)
     assert times.expert.max() == pytest.approx((9 * 3 * 7168 * 2048 + 7168 * 256) / 3.84e12, rel=1e-3)
 
 
