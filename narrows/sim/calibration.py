@@ -49,6 +49,7 @@ NANOCP_CAPACITY = "nanocp/1/KV capacity about 1M tokens an instance"
 SMARTGEN_RATIO = "smartgen/1/transfer 6.5x of prefill at 48K tokens"
 SMARTGEN_A100 = "smartgen/fig2b/A100 1.9x of L20 at 60K tokens"
 
+# Of the roofline; a scenario may replace any.
 CONSTANTS: dict[str, Constant] = {
     # -- attention kernels -------------------------------------------------------------------------------------------
     "attention_flops_share": Constant(
@@ -93,7 +94,10 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "prefill_share_A100": Constant(0.70, "of peak", "1.9x of an L20's rate", (SMARTGEN_A100,)),
     "prefill_launch_s": Constant(5e-3, "s", "assumed: a step's launches and sampling"),
-    # -- lengths of the synthetic workloads (mixes) ------------------------------------------------------------------
+}
+
+# Lengths of the synthetic workloads (mixes).
+LENGTHS: dict[str, Constant] = {
     "short_prompt_median": Constant(150, "tokens", "context of light instances", (NANOCP_LIGHT,)),
     "short_prompt_sigma": Constant(1.0, "", "assumed: chats differ much"),
     "output_median": Constant(970, "tokens", "Little's law", (NANOCP_ACTIVE, NANOCP_TPOT)),
@@ -103,11 +107,14 @@ CONSTANTS: dict[str, Constant] = {
 }
 
 
+ALL = {**CONSTANTS, **LENGTHS}
+
+
 def constant(name: str) -> float:
     """The value of a constant."""
-    return CONSTANTS[name].value
+    return ALL[name].value
 
 
 def used(claim: str) -> bool:
     """Whether a constant was chosen by this published result, so that it can not count as reproduced."""
-    return any(claim in constant.claims for constant in CONSTANTS.values())
+    return any(claim in constant.claims for constant in ALL.values())

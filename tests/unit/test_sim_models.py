@@ -3,7 +3,7 @@
 import pytest
 
 from narrows.errors import ConfigError
-from narrows.sim.calibration import CONSTANTS, NANOCP_CP8, used
+from narrows.sim.calibration import ALL, NANOCP_CP8, used
 from narrows.sim.hardware import GBPS, H200, HARDWARE, L20, Hardware, hardware_named
 from narrows.sim.model_shapes import (
     DEEPSEEK_V3,
@@ -111,6 +111,6 @@ def test_unknown_names_and_impossible_machines() -> None:
 
 
 def test_every_constant_says_where_it_is_from() -> None:
-    for name, constant in CONSTANTS.items():
+    for name, constant in ALL.items():
         assert constant.source and constant.value >= 0, name
     assert used(NANOCP_CP8) and not used("nanocp/6.6/uniform CP8 109.97 ms")
