@@ -7,6 +7,7 @@ Kernels know arrays and numbers only and are typed for int64; the functions abov
 versions do. Legend as in group.py: W instances, R active requests, T members, Q waiting requests.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -14,13 +15,14 @@ import numba
 import numpy as np
 
 from narrows.sched.base import AdmitsMany, GroupPolicy
-from narrows.sched.decide import AGING_S, admit
+from narrows.sched.decide import AGING_S, COMPILED_FROM, admit
 from narrows.sched.degrees import Bucket
 from narrows.sched.dual_balanced import DualBalanced
 from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, Waiting
 from narrows.sched.routing_tables import Flags, RoutingTables, domains
 from narrows.sched.state import GroupState
 
+LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 CHUNK = 1024  # waiting requests looked at in one go: a long line is not read to its end when its head is stopped
 
@@ -35,17 +37,22 @@ def _compile(function: F) -> F:
 
 def prepare(say: Callable[[str], None] | None = None) -> None:
     """Compile or load everything now, so that no step waits for it. Tells `say` before, for it can take long."""
+    from narrows.sched.hierarchy import Hierarchy, decide_by_groups  # which compiles its router by what is here
+
     if say is not None:
         say("preparing the scheduler (the first time on a machine it is compiled, which takes some ten seconds)")
-    # Two instances, of which one is full, so that its request grows onto the other, and one request that waits.
+    # Two nodes of two instances; one is full, so that its request grows; the line is long enough for the router.
     active = Bindings(np.array([0]), np.array([0, 1]), np.array([0]), np.array([16]))
-    pools, used, held = np.array([1, 9]), np.array([1, 0]), np.array([16, 0])
-    view = GroupView(np.array([0, 0]), pools, used, held, 16, 4, active, (Waiting(1, 0.0),))
-    lower(view, decide(view, DualBalanced(), 0.0))
+    pools, used, held = np.array([1, 9, 9, 9]), np.array([1, 0, 0, 0]), np.array([16, 0, 0, 0])
+    waiting = (Waiting(1, 0.0),) * COMPILED_FROM
+    view = GroupView(np.array([0, 0, 1, 1]), pools, used, held, 16, 4, active, waiting)
+    lower(view, decide_by_groups(view, DualBalanced(), 0.0, hierarchy=Hierarchy(above=0, nodes_per_group=1)))
 
 
 def decide(view: GroupView, policy: GroupPolicy, now_s: float, *, aging_s: float = AGING_S) -> Decision:
     """decide.decide_plainly, compiled as far as the policy allows."""
+    if not getattr(_assign, "signatures", True):
+        LOG.info("the scheduler is loaded or compiled while a step waits; compiled.prepare() does it beforehand")
     state = GroupState(view)
     moe, grown, stuck = rebalance(view, state, policy.rebalances)
     if stuck:

@@ -25,11 +25,16 @@ Flags = npt.NDArray[np.bool_]
 class InstanceTables:
     """What one instance executes in a step."""
 
-    domain: Ints  # [W_cp] instances, the rows of both tables
+    first: int  # the domain's first instance
     local: Ints  # [M] requests
     attended: Ints  # [N] requests
     q_route: Flags  # [W_cp, M]
     res_route: Flags  # [W_cp, N]
+
+    @property
+    def domain(self) -> Ints:
+        """The instances that the rows of both tables stand for, [W_cp]."""
+        return np.arange(self.first, self.first + len(self.q_route))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +53,13 @@ class RoutingTables:
     res_route: Flags  # [sum of W_cp * N]
 
     def of(self, instance: int) -> InstanceTables:
-        size = int(self.sizes[instance])
+        size, after = int(self.sizes[instance]), instance + 1
         return InstanceTables(
-            np.arange(self.first[instance], self.first[instance] + size),
-            self.local[self.local_starts[instance] : self.local_starts[instance + 1]],
-            self.attended[self.attended_starts[instance] : self.attended_starts[instance + 1]],
-            self.q_route[self.q_starts[instance] : self.q_starts[instance + 1]].reshape(size, -1),
-            self.res_route[self.res_starts[instance] : self.res_starts[instance + 1]].reshape(size, -1),
+            int(self.first[instance]),
+            self.local[self.local_starts[instance] : self.local_starts[after]],
+            self.attended[self.attended_starts[instance] : self.attended_starts[after]],
+            self.q_route[self.q_starts[instance] : self.q_starts[after]].reshape(size, -1),
+            self.res_route[self.res_starts[instance] : self.res_starts[after]].reshape(size, -1),
         )
 
 
