@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from narrows.core.events import Event, EventKind
 from narrows.core.ids import InstanceId, RequestId
 from narrows.core.request import FinishReason
 from narrows.core.wire import Delivered
+from narrows.metrics.definitions import RequestMetrics, measure
 from narrows.sim.workload import HASH_BLOCK, Arrival
 
 _OWN = 1 << 40  # token ids of what only one request has: below minus this
@@ -103,6 +104,20 @@ class Life:
                         selected=entry.selected,
                         fetched=entry.fetched,
                     )
+
+    def measure(self) -> RequestMetrics:
+        """As `metrics.measure` of all its events, without making one for each token."""
+        stations = [entry for entry in self.log if isinstance(entry, Event)]
+        times_s: list[float] = []
+        on_demand: list[tuple[int, int]] = []
+        for entry in self.log:
+            if isinstance(entry, Tokens):
+                times_s += entry.times_s.tolist()
+                on_demand += [(entry.selected, entry.fetched)] * len(entry.times_s)
+            elif entry.kind is EventKind.FIRST_TOKEN:
+                times_s.append(entry.time_s)
+        measured = measure(stations)[self.id]
+        return replace(measured, token_times_s=tuple(times_s), on_demand=tuple(on_demand))
 
 
 def shared_tokens(a: Life, b: Life) -> int:

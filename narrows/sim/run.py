@@ -21,7 +21,7 @@ from narrows.core.trace import Span
 from narrows.errors import ConfigError
 from narrows.kv.cache import KVCache
 from narrows.kv.layout import pages_for
-from narrows.metrics.definitions import RequestMetrics, measure
+from narrows.metrics.definitions import RequestMetrics
 from narrows.profile.timing import Work
 from narrows.sched.base import GroupPolicy, PrefillPolicy
 from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, Waiting
@@ -107,7 +107,7 @@ class Outcome:
 
     def metrics(self) -> list[RequestMetrics]:
         """Of each request, in the order of arrival."""
-        return [measured for life in self.lives for measured in measure(life.events()).values()]
+        return [life.measure() for life in self.lives]
 
 
 def simulate(setup: Setup, listeners: Listeners | None = None) -> Outcome:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from narrows.core.events import EventKind
 from narrows.core.scheme import SCHEMES
 from narrows.errors import ConfigError
-from narrows.metrics.definitions import check_lifetime
+from narrows.metrics.definitions import check_lifetime, measure
 from narrows.profile.timing import Work
 from narrows.sched.registry import make_policy
 from narrows.sim.ablations import DenseCollective, PiecewiseGraph
@@ -218,6 +218,7 @@ def test_whatever_comes_ends_well(
         assert instance.cache.pages.num_used == 0
         assert instance.num_waiting == 0
     assert simulate(made).events() == outcome.events()
+    assert outcome.metrics() == list(measure(outcome.events()).values())
 
 
 def test_external_prefill_tells_the_first_token_at_arrival_or_admission() -> None:
