@@ -33,8 +33,8 @@ class Bucket:
         return self.degrees[bisect_left(self.thresholds, length)]
 
 
-# MLA on nodes of eight, an estimate from published figures until a profile of the machine replaces it. Attention of
-# DeepSeek-V3 costs about 0.46 ns a token and layer (278 kFLOP at 600 TFLOP/s, FlashMLA's rate on Hopper). Going from k
-# to 2k instances saves half of a member's share and costs some 7 us of routing a layer (35.5 us at peak and 60.4 us on
-# average for a whole step's all-to-all of a layer: NanoCP, sections 6.7 and 6.5), worth it from 2k * 7 us / 0.46 ns on.
+# For MLA on nodes of eight: an estimate, until a profile of the machine replaces it. DeepSeek-V3's attention takes about
+# 0.48 ns a token and layer (278 kFLOP at the 580 TFLOP/s that FlashMLA states for H800). Going from k to 2k members
+# saves half of each one's share; it is taken to cost 8 us of routing a layer, of which NanoCP states 60.4 us on average
+# and 35.5 us at most for the all-to-all alone (sections 6.5 and 6.7). It pays from 2k * 8 us / 0.48 ns = k * 33 K on.
 MLA_BUCKET = Bucket((32_768, 65_536, 131_072), (1, 2, 4, 8))
