@@ -111,11 +111,11 @@ def run(
     scenario: Scenario, policies: Sequence[str], *, png: Path | None = None, trace: Path | None = None
 ) -> dict[str, Any]:
     """Simulate under each policy and return the result document. With several policies pictures and timelines are one
-    a policy, named after it."""
+    a policy, named after it. Raises ConfigError, for what is wrong with a policy's name before anything is run."""
     rows: list[Row] = []
     requests = scenario.trace()
-    for policy in policies:
-        setup = make_setup(replace(scenario, policy=replace(scenario.policy, name=policy)), requests)
+    setups = [make_setup(replace(scenario, policy=replace(scenario.policy, name=name)), requests) for name in policies]
+    for policy, setup in zip(policies, setups, strict=True):
         spans: dict[InstanceId, list[Span]] = defaultdict(list)
         began_s = time.perf_counter()
         collect = None if trace is None else partial(_collect, spans)
