@@ -58,6 +58,7 @@ PAPER_MS = {  # section 7
     ("admit-issue5-hierarchical", 32): 18.0,
     ("admit-issue5-hierarchical", 256): 19.0,
 }
+TITLES = {"step": "deciding a step", "admit": "admitting a second's arrivals", "memory": "requests coming and going"}
 CASES = (*(f"step-{batch}" for batch in BATCHES), *(f"admit-{name}" for name in RATES), "memory")
 
 
@@ -79,7 +80,9 @@ def run(policies: Sequence[str], *, cases: Sequence[str] = (), rounds: int = 200
             else:
                 found = [measure_memory(policy, total)]
             rows += [{"case": row.pop("case"), "policy": name, **row} for row in found]
-    show("deciding", rows)
+    for kind, title in TITLES.items():
+        if these := [row for row in rows if row["case"].partition("-")[0] == kind]:
+            show(title, these)
     return document("sched", {"policies": list(policies), "rounds": rounds, "page_size": PAGE_SIZE}, rows)
 
 

@@ -33,7 +33,7 @@ class Bucket:
         return self.degrees[bisect_left(self.thresholds, length)]
 
 
-# For MLA on nodes of eight: an estimate, until a profile of the machine replaces it. DeepSeek-V3's attention takes about
+# For MLA on nodes of eight: an estimate, until a profile of the machine replaces it. DeepSeek-V3's attention takes some
 # 0.48 ns a token and layer (278 kFLOP at the 580 TFLOP/s that FlashMLA states for H800). Going from k to 2k members
 # saves half of each one's share; it is taken to cost 8 us of routing a layer, of which NanoCP states 60.4 us on average
 # and 35.5 us at most for the all-to-all alone (sections 6.5 and 6.7). It pays from 2k * 8 us / 0.48 ns = k * 33 K on.
