@@ -11,7 +11,7 @@ is taken back. What results is what deciding before each step gives, see `reuse`
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +25,11 @@ from narrows.sched.base import GroupPolicy
 from narrows.sched.decide import AGING_S
 from narrows.sched.group import Bindings, Decision, GroupView, Ints, Placement, Waiting
 from narrows.sched.hierarchy import Hierarchy, decide_by_groups, fits_when_empty_by_groups
-from narrows.sim.cost import Cost, StepLoad
+from narrows.sim.cost import Cost, Floats, StepLoad
 from narrows.sim.handover import HandOver
 from narrows.sim.loop import Loop, Timer
-from narrows.sim.request import Life, Tokens
+from narrows.sim.request import Life
+from narrows.sim.roster import Roster, Seat
 from narrows.sim.series import Series
 from narrows.sim.steps import Steps, load_of, time_steps
 
@@ -91,18 +92,6 @@ class GroupOptions:
     hierarchy: Hierarchy | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Seat:
-    """A request's place: its tables by instance, as long as it has one."""
-
-    life: Life
-    since_s: float
-    placement: Placement
-    tables: dict[int, BlockTable] = field(default_factory=dict)
-    handover: HandOver | None = None  # None: all KV is here
-    order: int = 0
-
-
 class DecodeGroup:
     """See the module's text. `policy` places, `cost` times, `hooks` are told."""
 
@@ -129,7 +118,6 @@ class DecodeGroup:
         self.num_placed = 0
         self.num_spread = 0  # placements on several instances, and those that became so
         self.num_decisions = 0
-        self.num_stretches = 0
         self._loop = loop
         self._policy = policy
         self._cost = cost
@@ -140,13 +128,8 @@ class DecodeGroup:
         self._waiting: list[tuple[float, int, Life]] = []  # by since_s, then index
         self._arriving: dict[Life, Seat] = {}
         self._joining: list[Seat] = []
-        # The active: seats in order of joining, and their bindings. Between a decision and the end of its steps
-        # shards include the room of the token that the next step makes.
-        self._seats: list[Seat] = []
-        self._moe = np.zeros(0, np.int64)
-        self._starts = np.zeros(1, np.int64)
-        self._members = np.zeros(0, np.int64)
-        self._shards = np.zeros(0, np.int64)
+        # Between a decision and the end of its steps shards include the room of the token that the next step makes.
+        self._active = Roster(self.names)
         # The stretch that is going on.
         self._timer: Timer | None = None
         self._asked = False  # to decide at this moment
@@ -159,7 +142,6 @@ class DecodeGroup:
         self._kv: Ints = np.zeros((0, shape.num_instances), np.int64)
         self._own_at: Ints = np.zeros(0, np.int64)
         self._fetching = 0
-        self._fetched: dict[int, tuple[int, int]] = {}  # row: (selected, fetched) of a step that fetches
 
     # ---- what others do
 
@@ -189,8 +171,9 @@ class DecodeGroup:
         """(order, tokens that there is room for, whether it takes part in steps) of every request here that was put."""
         for seat in (*self._arriving.values(), *self._joining):
             yield seat.order, sum(seat.placement.split), False
-        held = np.add.reduceat(self._shards, self._starts[:-1]) if self._seats else ()
-        for seat, tokens in zip(self._seats, held, strict=True):
+        active = self._active
+        held = np.add.reduceat(active.shards, active.starts[:-1]) if len(active) else ()
+        for seat, tokens in zip(active.seats, held, strict=True):
             yield seat.order, int(tokens), True
 
     def fits(self, num_tokens: int) -> bool:
@@ -204,16 +187,16 @@ class DecodeGroup:
 
     @property
     def num_active(self) -> int:
-        return len(self._seats)
+        return len(self._active)
 
     @property
     def is_empty(self) -> bool:
-        return not (self._waiting or self._arriving or self._joining or self._seats)
+        return not (self._waiting or self._arriving or self._joining or len(self._active))
 
     def view(self, *, waiting: bool = True) -> GroupView:
         """What policies decide from, all steps that have ended counted."""
         arriving = (*self._arriving.values(), *self._joining)
-        kv = np.bincount(self._members, self._shards, self.shape.num_instances).astype(np.int64)
+        kv = np.bincount(self._active.members, self._active.shards, self.shape.num_instances).astype(np.int64)
         moe = np.zeros_like(kv)
         for seat in arriving:
             moe[seat.placement.moe] += 1
@@ -227,7 +210,7 @@ class DecodeGroup:
             kv_tokens=kv,
             page_size=self.shape.page_size,
             max_num_seqs=self.shape.max_num_seqs,
-            active=Bindings(self._moe, self._starts, self._members, self._shards),
+            active=self._active.bindings(),
             waiting=tuple(Waiting(life.room, since_s) for since_s, _, life in self._waiting) if waiting else (),
             num_placed=self.num_placed,
             cross_nodes=self.shape.cross_nodes,
@@ -267,7 +250,7 @@ class DecodeGroup:
     def _decide(self) -> None:
         self._asked, self._deciding, self._again = False, True, False
         self._join()
-        if self._seats or self._waiting:
+        if len(self._active) or self._waiting:
             self._follow()
         self._deciding = False
         if self._again:  # while it was decided, something came: it counts from the next step on
@@ -282,10 +265,10 @@ class DecodeGroup:
         self.num_decisions += 1
         if self._record is not None:
             self._record(view, decision, now_s)
-        before = len(self._seats)
+        before = len(self._active)
         self._apply(decision)
-        changed = decision.grown or decision.stuck or (self._policy.rebalances and len(self._seats) > before)
-        if self._seats:
+        changed = decision.grown or decision.stuck or (self._policy.rebalances and len(self._active) > before)
+        if len(self._active):
             self._begin(1 if changed else LONGEST)
         else:
             self._again = self._again or bool(decision.stuck)  # while they were, nobody was admitted
@@ -306,17 +289,14 @@ class DecodeGroup:
         self._joining.clear()
 
     def _append(self, seat: Seat, split: Sequence[int]) -> None:
-        self._seats.append(seat)
-        self._moe = np.append(self._moe, seat.placement.moe)
-        self._members = np.append(self._members, seat.placement.members)
-        self._shards = np.append(self._shards, split)
-        self._starts = np.append(self._starts, len(self._members))
+        self._active.append(seat, split)
         seat.life.tell(EventKind.DECODE_STARTED, self._loop.now_s, self.names[seat.placement.moe])
 
     def _apply(self, decision: Decision) -> None:
-        self._moe = decision.moe.copy()
-        for row, instance in sorted(decision.grown, reverse=True):
-            self._grow(row, instance)
+        self._active.rebind(decision.moe)
+        for row, instance in decision.grown:
+            self.num_spread += len(self._active.seats[row].tables) == 1
+            self._active.grow(row, instance, BlockTable(self.shape.page_size))
         self._make_room(decision.stuck)
         self._preempt(decision.stuck)
         taken = [self._waiting[index] for index, _ in decision.admitted]
@@ -327,34 +307,22 @@ class DecodeGroup:
             if seat.handover is None and life not in self._arriving:
                 self._append(seat, placement.split)
 
-    def _grow(self, row: int, instance: int) -> None:
-        """A further member, still without tokens."""
-        self.num_spread += len(self._seats[row].tables) == 1
-        self._seats[row].tables[instance] = BlockTable(self.shape.page_size)
-        first, last = self._starts[row], self._starts[row + 1]
-        at = int(first + np.searchsorted(self._members[first:last], instance))
-        self._members = np.insert(self._members, at, instance)
-        self._shards = np.insert(self._shards, at, 0)
-        self._starts = self._starts.copy()
-        self._starts[row + 1 :] += 1
-
     def _make_room(self, stuck: Sequence[int]) -> None:
         """A slot for the next token of everyone, at the MoE binding."""
-        own = self._own()
-        going = np.ones(len(self._seats), np.bool_)
+        active = self._active
+        own = active.own
+        going = np.ones(len(active), np.bool_)
         going[list(stuck)] = False
-        full = self._shards[own] % self.shape.page_size == 0
-        for row in np.flatnonzero(going & full).tolist():
-            instance, tokens = int(self._moe[row]), int(self._shards[own[row]]) + 1
-            roomy = self.caches[instance].grow(self._seats[row].tables[instance], tokens)
-            assert roomy, f"a decision gave {self.names[instance]} a page that it has not"
-        self._shards = self._shards.copy()
-        self._shards[own[going]] += 1
+        self._extend(own, np.flatnonzero(going & (active.shards[own] % self.shape.page_size == 0)), 1)
+        active.add(own[going], 1)
 
-    def _own(self) -> Ints:
-        """Where in `_members` each request's MoE binding stands, [R]."""
-        rows = np.repeat(np.arange(len(self._moe)), np.diff(self._starts))
-        return np.flatnonzero(self._members == self._moe[rows])
+    def _extend(self, own: Ints, rows: Ints, tokens: int) -> None:
+        """Pages for so many more tokens of these requests at their MoE bindings, which stand at `own`."""
+        active = self._active
+        for row in rows.tolist():
+            instance, held = int(active.moe[row]), int(active.shards[own[row]])
+            roomy = self.caches[instance].grow(active.seats[row].tables[instance], held + tokens)
+            assert roomy, f"{self.names[instance]} has not the pages that were counted on"
 
     def _take(self, life: Life, placement: Placement, since_s: float) -> Seat:
         seat = Seat(life, since_s, placement)
@@ -371,53 +339,42 @@ class DecodeGroup:
         return seat
 
     def _preempt(self, rows: Sequence[int]) -> None:
-        seats = [self._seats[row] for row in rows]
-        self._remove(rows)
-        for seat in seats:
+        for seat in self._remove(rows):
             seat.life.start_over(self._loop.now_s)
             self._hooks.preempted(seat.life, seat.since_s)
 
-    def _remove(self, rows: Sequence[int]) -> None:
+    def _remove(self, rows: Sequence[int]) -> list[Seat]:
         """These hold nothing any more."""
         if not len(rows):
-            return
-        staying = np.ones(len(self._seats), np.bool_)
-        staying[list(rows)] = False
-        for row in rows:
-            for member, table in self._seats[row].tables.items():
+            return []
+        gone = self._active.remove(rows)
+        for seat in gone:
+            for member, table in seat.tables.items():
                 self.caches[member].release(table)
-        degrees = np.diff(self._starts)
-        entries = np.repeat(staying, degrees)
-        self._seats = [seat for seat, stays in zip(self._seats, staying.tolist(), strict=True) if stays]
-        self._moe, self._members, self._shards = self._moe[staying], self._members[entries], self._shards[entries]
-        self._starts = np.concatenate([[0], np.cumsum(degrees[staying])])
+        return gone
 
     # ---- stepping
 
     def _begin(self, most: int) -> None:
         """Steps until something may change, at most so many."""
+        active = self._active
         self._began_s = self._loop.now_s
-        remote = [row for row, seat in enumerate(self._seats) if seat.handover is not None and not seat.handover.ended]
+        remote = [row for row, seat in enumerate(active.seats) if seat.handover is not None and not seat.handover.ended]
         steps = 1 if remote else self._num_steps(most)
-        own = self._own()
-        degrees = np.diff(self._starts)
-        rows = np.repeat(np.arange(len(self._moe)), degrees)
-        halves: list[tuple[StepLoad, Ints]] = []
-        for part in self._micro_batches():
-            chosen = part[rows]
-            index = np.cumsum(part) - 1  # the place of a request among those of its micro-batch
-            load = load_of(
-                self._nodes, self._moe[part], index[rows[chosen]], self._members[chosen], self._shards[chosen]
-            )
-            new = np.bincount(self._moe[part], minlength=len(self._nodes))
-            halves.append((load, load.kv_tokens + np.arange(steps)[:, None] * new))
-        self._own_at = own
-        self._load = (
-            halves[0][0] if len(halves) == 1 else load_of(self._nodes, self._moe, rows, self._members, self._shards)
-        )
-        self._kv = self._load.kv_tokens + np.arange(steps)[:, None] * self._load.moe_batch
+        width, rows = len(self._nodes), active.rows
+        further = np.arange(steps)[:, None]
+        self._own_at = active.own
+        self._load = load_of(self._nodes, active.moe, rows, active.members, active.shards)
+        self._kv = self._load.kv_tokens + further * self._load.moe_batch
+        halves = [(self._load, self._kv)]
+        if self.options.two_batch_overlap and len(active) > 1:
+            halves = []
+            for part in self._micro_batches():
+                chosen, index = part[rows], np.cumsum(part) - 1  # the place of a request in its micro-batch
+                members, shards = active.members[chosen], active.shards[chosen]
+                load = load_of(self._nodes, active.moe[part], index[rows[chosen]], members, shards)
+                halves.append((load, load.kv_tokens + further * np.bincount(active.moe[part], minlength=width)))
         self._times = time_steps(self._cost, halves)
-        self._fetched = {}
         if remote:
             self._fetch(remote)
         else:
@@ -425,13 +382,9 @@ class DecodeGroup:
             self._timer = self._loop.at(self._ends[-1], self._finish, rank=1)
 
     def _micro_batches(self) -> list[Any]:
-        """Masks [R] of the requests that step together: all, or every second one of each instance."""
-        everyone = np.ones(len(self._moe), np.bool_)
-        if not self.options.two_batch_overlap or len(self._moe) < 2:
-            return [everyone]
-        order = np.argsort(self._moe, kind="stable")
-        even = np.zeros(len(self._moe), np.bool_)
-        even[order[::2]] = True
+        """Masks [R]: every second request of those of each instance, and the others."""
+        even = np.zeros(len(self._active), np.bool_)
+        even[np.argsort(self._active.moe, kind="stable")[::2]] = True
         return [even, ~even]
 
     def _num_steps(self, most: int) -> int:
@@ -439,18 +392,19 @@ class DecodeGroup:
         every instance has a page more than requests that could take one before each of them."""
         if not self.options.fast:
             return 1
-        most = min(most, *(seat.life.num_left for seat in self._seats))
+        active = self._active
+        most = min(most, int(active.left.min()))
         if self._waiting:
             most = min(most, self.options.reuse)
         free = np.array([cache.pages.num_free for cache in self.caches])
         width, page_size = len(self._nodes), self.shape.page_size
-        batch = np.bincount(self._moe, minlength=width)
-        shards = self._shards[self._own()]
+        batch = np.bincount(active.moe, minlength=width)
+        shards = active.shards[active.own]
 
         def roomy(steps: int) -> bool:
             """Whether the decisions before all these steps' tokens but the first are as this one."""
             pages = -(-(shards + steps - 1) // page_size) - -(-shards // page_size)
-            needed = np.bincount(self._moe, pages, width)
+            needed = np.bincount(active.moe, pages, width)
             return bool((needed + batch + 1 <= free).all())
 
         if most > 1 and not roomy(most):
@@ -482,12 +436,14 @@ class DecodeGroup:
 
         self._fetching = 1  # so that none of them ends the step before all are asked for
         for row in rows:
-            handover = self._seats[row].handover
+            seat = self._active.seats[row]
+            handover = seat.handover
             assert handover is not None
             parallel = parallel and handover.model.scheme.parallel_lanes
             self._fetching += 1
-            self._fetched[row] = handover.fetch(self._seats[row].life.num_tokens, done)
-            if self._fetched[row][1] == 0:
+            context = seat.life.arrival.num_tokens - int(self._active.left[row])
+            fetched = seat.fetches[self._active.num_stretches] = handover.fetch(context, done)
+            if fetched[1] == 0:
                 self._fetching -= 1
             handover.grant()
         self._fetching -= 1
@@ -499,10 +455,7 @@ class DecodeGroup:
         self._timer, self._deciding = None, True
         self._book(len(self._ends))
         self._ends = []
-        ended = [row for row, seat in enumerate(self._seats) if seat.life.num_left == 0]
-        seats = [self._seats[row] for row in ended]
-        self._remove(ended)
-        for seat in seats:
+        for seat in self._remove(np.flatnonzero(self._active.left == 0).tolist()):
             seat.life.finish(self._loop.now_s)
             self._hooks.finished(seat.life)
         self._decide()
@@ -510,37 +463,29 @@ class DecodeGroup:
     def _book(self, steps: int) -> None:
         """The stretch's first `steps` steps have ended: their tokens, pages and figures."""
         assert self._times is not None and self._load is not None
-        times_s = np.array(self._ends[:steps])
-        for row, (seat, moe) in enumerate(zip(self._seats, self._moe.tolist(), strict=True)):
-            seat.life.log.append(Tokens(times_s, self.names[moe], *self._fetched.get(row, (0, 0))))
-            seat.life.produced += steps
+        ends_s = np.array(self._ends[:steps])
         ended = len(self._ends) == steps
-        self._note(steps, times_s)
+        self._note(steps, ends_s)
+        self._active.step(ends_s)
         # The token of the last step has its slot; those of the steps before it have theirs from here.
         further = steps - 1 if ended else steps
         own, page_size = self._own_at, self.shape.page_size
-        before = self._shards[own]
-        crossing = -(-(before + further) // page_size) > -(-before // page_size)
-        for row in np.flatnonzero(crossing).tolist():
-            instance = int(self._moe[row])
-            roomy = self.caches[instance].grow(self._seats[row].tables[instance], int(before[row]) + further)
-            assert roomy, f"{self.names[instance]} ran out of pages that were counted"
-        self._shards = self._shards.copy()
-        self._shards[own] += further
+        before = self._active.shards[own]
+        self._extend(own, np.flatnonzero(-(-(before + further) // page_size) > -(-before // page_size)), further)
+        self._active.add(own, further)
         if not ended:
             self._began_s = self._ends[steps - 1]
             self._ends = self._ends[steps:]
             self._kv = self._kv[steps:]
             self._times = self._times.behind(steps)
 
-    def _note(self, steps: int, times_s: Any) -> None:
+    def _note(self, steps: int, ends_s: Floats) -> None:
         assert self._times is not None and self._load is not None
         free = np.array([cache.pages.num_free for cache in self.caches])
-        self.num_stretches += 1
         self.series.note(
-            self._began_s, times_s, self._load, self._kv[:steps], free, len(self._waiting), self._times.first(steps)
+            self._began_s, ends_s, self._load, self._kv[:steps], free, len(self._waiting), self._times.first(steps)
         )
         if self._trace is not None:
-            name = f"{steps} step{'s' if steps > 1 else ''}, {len(self._seats)} requests"
+            name = f"{steps} step{'s' if steps > 1 else ''}, {len(self._active)} requests"
             for instance in np.flatnonzero(self._load.attention_batch).tolist():
-                self._trace(self.names[instance], Span(COMPUTE, name, self._began_s, float(times_s[-1])))
+                self._trace(self.names[instance], Span(COMPUTE, name, self._began_s, float(ends_s[-1])))

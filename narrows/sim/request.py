@@ -40,7 +40,7 @@ class Life:
     room: int = 0
     cached_tokens: int = 0  # of the first attempt
     finished: bool = False
-    log: list[Event | Tokens] = field(default_factory=list)
+    log: list[Event | Tokens] = field(default_factory=list)  # tokens by time; what is delivered stands before them
 
     @property
     def num_tokens(self) -> int:
@@ -91,19 +91,17 @@ class Life:
 
     def events(self) -> Iterator[Event]:
         """In order, one for each token."""
+        return iter(sorted(self._expanded(), key=lambda event: event.time_s))
+
+    def _expanded(self) -> Iterator[Event]:
+        kind, id = EventKind.TOKEN, self.id
         for entry in self.log:
             if isinstance(entry, Event):
                 yield entry
             else:
+                at, selected, fetched = entry.instance, entry.selected, entry.fetched
                 for time_s in entry.times_s.tolist():
-                    yield Event(
-                        EventKind.TOKEN,
-                        self.id,
-                        time_s,
-                        entry.instance,
-                        selected=entry.selected,
-                        fetched=entry.fetched,
-                    )
+                    yield Event(kind, id, time_s, at, selected=selected, fetched=fetched)
 
     def measure(self) -> RequestMetrics:
         """As `metrics.measure` of all its events, without making one for each token."""
