@@ -15,8 +15,8 @@ LAYER = ("attention", "moe", "cp", "other")
 
 
 def row_of(outcome: Outcome, policy: str, slo_tpot_ms: float) -> dict[str, Any]:
-    """Figures of a run under their names with units. Means and CVs are over the steps of all groups; those of a layer
-    are of its slowest instance, `cp_mean_us` of all instances."""
+    """Figures of a run under their names with units. Means and CVs are over the tokens that decode steps made (see
+    sim.series); those of a layer are of its slowest instance, `cp_mean_us` of all instances."""
     requests = outcome.metrics()
     summary = summarize(requests)
     tpots = [measured.tpot_s for measured in requests if measured.tpot_s is not None]
@@ -31,9 +31,9 @@ def row_of(outcome: Outcome, policy: str, slo_tpot_ms: float) -> dict[str, Any]:
         for part in ("mean", "p50", "p99"):
             row[f"{name}_{part}_{unit}"] = None if found is None else getattr(found, part) * factor
     row["slo_attainment"] = sum(tpot <= slo_tpot_ms / 1e3 for tpot in tpots) / len(tpots) if tpots else None
-    row |= {name: _over_steps(outcome, name) for name in MEANS}
+    row |= {name: _over_tokens(outcome, name) for name in MEANS}
     for name in (*LAYER, "cp_mean"):
-        value = _over_steps(outcome, f"{name}_s")
+        value = _over_tokens(outcome, f"{name}_s")
         row[f"{name}_us"] = None if value is None else value * 1e6
         if name in LAYER:
             peaks = [peak for group in outcome.groups if (peak := group.series.peak(f"{name}_s")) is not None]
@@ -55,11 +55,11 @@ def row_of(outcome: Outcome, policy: str, slo_tpot_ms: float) -> dict[str, Any]:
     return row
 
 
-def _over_steps(outcome: Outcome, name: str) -> float | None:
-    """Mean over the steps of all groups."""
-    parts = [(group.series.mean(name), group.series.num_steps) for group in outcome.groups]
-    known = [(mean, steps) for mean, steps in parts if mean is not None]
-    return sum(mean * steps for mean, steps in known) / sum(steps for _, steps in known) if known else None
+def _over_tokens(outcome: Outcome, name: str) -> float | None:
+    """Mean over the tokens of all groups."""
+    parts = [(group.series.mean(name), group.series.num_tokens) for group in outcome.groups]
+    known = [(mean, tokens) for mean, tokens in parts if mean is not None]
+    return sum(mean * tokens for mean, tokens in known) / sum(tokens for _, tokens in known) if known else None
 
 
 def waiting(outcome: Outcome) -> list[tuple[float, int]]:

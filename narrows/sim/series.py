@@ -1,4 +1,7 @@
-"""What a decode group looked like over time: one sample a stretch of steps, means over all steps."""
+"""What a decode group looked like over time: one sample a stretch of steps; means over the tokens that steps made.
+
+A step counts by its requests, so that the steps in which a run begins and drains do not outweigh what is between.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ class Series:
     def __init__(self, names: Sequence[InstanceId]) -> None:
         self.names = tuple(names)
         self.num_steps = 0
+        self.num_tokens = 0
         self.step_s = 0.0  # of all steps together
         self.max_batch = 0
         self.max_kv_tokens = 0
@@ -50,24 +54,24 @@ class Series:
         self.max_kv_tokens = max(self.max_kv_tokens, int(kv_tokens[-1].max()))
         least = int(free.min())
         self.min_free_pages = least if self.min_free_pages is None else min(self.min_free_pages, least)
-        means = kv_tokens.mean(axis=1)
-        self._add("batch_cv", steps * float(load.moe_batch.std() / load.moe_batch.mean()))
-        self._add("kv_cv", float((kv_tokens.std(axis=1) / np.maximum(means, 1)).sum()))
-        self._add("attention_s", float(times.layer_attention_s.sum()), float(times.layer_attention_s.max()))
-        self._add("moe_s", steps * times.layer_moe_s, times.layer_moe_s)
-        self._add("cp_s", steps * times.layer_cp_s, times.layer_cp_s)
-        self._add("cp_mean_s", steps * times.layer_cp_mean_s, times.layer_cp_mean_s)
-        self._add("other_s", steps * times.layer_other_s, times.layer_other_s)
+        requests = int(load.moe_batch.sum())
+        self.num_tokens += steps * requests
+        means = np.maximum(kv_tokens.mean(axis=1), 1)
+        self._add("batch_cv", requests * steps, float(load.moe_batch.std() / load.moe_batch.mean()))
+        self._add("kv_cv", requests, kv_tokens.std(axis=1) / means)
+        self._add("attention_s", requests, times.layer_attention_s)
+        for name in ("moe_s", "cp_s", "cp_mean_s", "other_s"):
+            self._add(name, requests * steps, getattr(times, f"layer_{name}"))
         self._rows.append((start_s, float(ends_s[-1]), steps, queue))
         self._arrays.append((load.moe_batch.astype(np.int32), kv_tokens[0].astype(np.int32), free.astype(np.int32)))
 
-    def _add(self, name: str, total: float, peak: float = 0.0) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + total
-        self._peaks[name] = max(self._peaks.get(name, 0.0), peak)
+    def _add(self, name: str, weight: int, values: Floats | float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + weight * float(np.sum(values))
+        self._peaks[name] = max(self._peaks.get(name, 0.0), float(np.max(values)))
 
     def mean(self, name: str) -> float | None:
-        """Over steps; None: there were none. CVs are those over instances: standard deviation / mean."""
-        return self._sums[name] / self.num_steps if self.num_steps else None
+        """Over tokens; None: there were none. CVs are those over instances: standard deviation / mean."""
+        return self._sums[name] / self.num_tokens if self.num_tokens else None
 
     def peak(self, name: str) -> float | None:
         """The largest of any step."""
