@@ -245,6 +245,10 @@ def _simulated(command: F) -> F:
     "--set", "settings", multiple=True, callback=_text, help="Any other setting: decode.two_batch_overlap=true."
 )
 @json_option("Write settings and figures here; the same file given as FILE runs it again.")
+@click.option(
+    "--paper", type=click.Choice(("nanocp", "smartgen")), help="Instead: a paper's published numbers beside ours."
+)
+@click.option("--quick", is_flag=True, help="With --paper: short, to see that it works.")
 @click.option("--png", type=click.Path(path_type=Path), callback=_writable, help="Draw it over time here.")
 @click.option(
     "--chrome-trace", type=click.Path(path_type=Path), callback=_writable, help="Write a timeline for Perfetto here."
@@ -253,6 +257,8 @@ def simulate(
     file: Path | None,
     settings: tuple[str, ...],
     json_file: Path | None,
+    paper: str | None,
+    quick: bool,
     png: Path | None,
     chrome_trace: Path | None,
     **given: Any,
@@ -265,9 +271,25 @@ def simulate(
     from narrows.bench.simulate import read, run, show
 
     flags = {name.replace("__", "."): value for name, value in given.items() if value is not None}
+    if paper is not None:
+        _simulate_paper(paper, quick, json_file, alone=not (file or flags or settings or png or chrome_trace))
+        return
     result = run(*read(file, flags, settings), png=png, trace=chrome_trace)
     save(json_file, result)
     show(result)
+
+
+def _simulate_paper(paper: str, quick: bool, json_file: Path | None, *, alone: bool) -> None:
+    from narrows.bench.paper import run, show
+    from narrows.bench.results import save
+
+    if not alone:
+        raise click.UsageError(
+            "--paper runs the paper's own scenarios; of other options leave all but --quick and --json"
+        )
+    result, claims = run(paper, quick=quick)
+    save(json_file, result)
+    show(paper, claims)
 
 
 @main.group()

@@ -1,0 +1,1 @@
+"""What NanoCP and SmartGen publish, by simulation: each number beside ours (docs/reproduction.md)."""
