@@ -2,6 +2,7 @@
 
 from narrows.core.scheme import SCHEMES
 from narrows.errors import ConfigError
+from narrows.kv.layout import pages_for
 from narrows.sched.registry import make_policy
 from narrows.sim.ablations import DenseCollective, PiecewiseGraph
 from narrows.sim.cluster_file import Scenario
@@ -30,12 +31,13 @@ def make_setup(scenario: Scenario, trace: Trace | None = None) -> Setup:
         max_num_seqs=said.max_num_seqs,
         cross_nodes=decode.cross_nodes,
     )
+    trace = scenario.trace() if trace is None else trace
     return Setup(
-        trace=scenario.trace() if trace is None else trace,
+        trace=trace,
         cost=_decode_cost(scenario),
         policy=policy,
         decode=shape,
-        prefill=_prefill(scenario) if said.prefill_instances else None,
+        prefill=_prefill(scenario, trace) if said.prefill_instances else None,
         lock_step=decode.lock_step,
         options=GroupOptions(
             reuse=scenario.policy.steps, two_batch_overlap=decode.two_batch_overlap, aging_s=decode.aging_s
@@ -53,14 +55,16 @@ def _decode_cost(scenario: Scenario) -> Cost:
     return cost
 
 
-def _prefill(scenario: Scenario) -> PrefillShape:
-    """Prefill instances have pages as decode instances have."""
+def _prefill(scenario: Scenario, trace: Trace) -> PrefillShape:
+    """Prefill instances have as many pages as decode instances, or what the longest request takes where that is more:
+    it is not prefill that limits how long a request may be. Where nothing can be shared, nothing is looked for."""
+    longest = max((arrival.num_tokens for arrival in trace), default=0) + 1
     said, hardware, model = scenario.cluster, scenario.prefill_hardware, scenario.model_shape
     token_bytes = model.kv_bytes_per_token_layer(scenario.model.kv)
     return PrefillShape(
         cost=scenario.prefill_cost(),
         num_instances=said.prefill_instances,
-        num_pages=scenario.kv_tokens // said.page_size,
+        num_pages=pages_for(max(scenario.kv_tokens, longest), said.page_size),
         page_size=said.page_size,
         link_bytes_per_s=hardware.link_bytes_per_s,
         link_latency_s=hardware.link_latency_s,
@@ -74,4 +78,5 @@ def _prefill(scenario: Scenario) -> PrefillShape:
         ),
         max_num_seqs=said.max_num_seqs,
         max_num_batched_tokens=said.max_num_batched_tokens,
+        reuse_prefixes=any(arrival.prefix_ids for arrival in trace),
     )

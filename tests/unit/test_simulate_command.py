@@ -50,8 +50,10 @@ def test_a_trace_and_policies_beside_each_other(tmp_path: Path) -> None:
         "[cluster]\nprefill_instances = 1\ninstances_per_node = 2\n"
     )
     out, elsewhere = tmp_path / "out.json", tmp_path / "deep" / "b.json"
-    done = simulate(tmp_path / "scenario.toml", "--policy", "least-batch, uniform-cp:2", "--json", out)
+    png = tmp_path / "p.png"
+    done = simulate(tmp_path / "scenario.toml", "--policy", "least-batch, uniform-cp:2", "--json", out, "--png", png)
     assert done.exit_code == 0, done.output
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["p-least-batch.png", "p-uniform-cp2.png"]
     rows = rows_of(out)
     assert [row["policy"] for row in rows] == ["least-batch", "uniform-cp:2"]
     assert [row["spread_requests"] for row in rows] == [0, 2]
@@ -76,6 +78,14 @@ def test_settings_by_flag_go_before_the_files(tmp_path: Path) -> None:
     assert config["workload"]["arrivals"] == "constant"
     assert config["decode"]["two_batch_overlap"] is True
     assert config["cluster"]["prefill_instances"] == 0
+
+
+def test_prefill_has_room_for_the_longest_request(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = simulate("--mix", "github", "--requests", 3, "--rate", 1, "--kv-tokens", 150_000, "--json", out)
+    assert done.exit_code == 0, done.output
+    (row,) = rows_of(out)
+    assert row["spread_requests"] == 3  # longer than a decode instance, too
 
 
 @pytest.mark.parametrize(
