@@ -19,7 +19,7 @@ PAPERS = ("nanocp", "smartgen")
 def paper_named(name: str, *, quick: bool = False) -> Paper:
     from narrows.sim.paper import nanocp, smartgen
 
-    return {"nanocp": nanocp, "smartgen": smartgen}[name].paper(quick)
+    return {"nanocp": nanocp.paper, "smartgen": smartgen.paper}[name](quick)
 
 
 def run(name: str, *, quick: bool = False, processes: int | None = None) -> tuple[dict[str, Any], list[Claim]]:

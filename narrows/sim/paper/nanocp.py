@@ -126,7 +126,7 @@ class _Seen:
             self.fragmented += bool(free.max() * view.page_size >= first.num_tokens)
 
 
-# -- the highest rate ---------------------------------------------------------------------------------------------------
+# -- the highest rate --------------------------------------------------------------------------------------------------
 
 
 class Search:
@@ -198,7 +198,7 @@ def rates(effort: Effort, model: str, mix: str) -> dict[str, Any]:
     return found
 
 
-# -- without time -------------------------------------------------------------------------------------------------------
+# -- without time ------------------------------------------------------------------------------------------------------
 
 
 def layer_of(cost: Cost, active: Bindings, nodes: Any) -> LayerTimes:
@@ -298,7 +298,7 @@ def _replayed(policy: str, mix: str, per_instance: int, seed: int) -> dict[str, 
     }
 
 
-# -- what is claimed ----------------------------------------------------------------------------------------------------
+# -- what is claimed ---------------------------------------------------------------------------------------------------
 
 LOW, HIGH, ABLATED, CHATS = 10.0, 40.0, 40.0, 100.0  # requests/s
 SHORTS = ("issue1", "issue5")
