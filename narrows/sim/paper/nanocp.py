@@ -35,10 +35,10 @@ class Effort:
     """How long is simulated: requests arrive for `seconds`, but at least `least` of them; those of the first `warm_s`
     are not measured. Rates are found to a factor `step`."""
 
-    seconds: float = 100.0
-    warm_s: float = 50.0
-    least: int = 1000
-    step: float = 1.06
+    seconds: float = 80.0
+    warm_s: float = 40.0
+    least: int = 700
+    step: float = 1.1
 
 
 FULL, QUICK = Effort(), Effort(30.0, 15.0, 200, 1.3)
@@ -149,7 +149,7 @@ class Search:
 
     def highest(self, policy: str, passes: Callable[[Figures], bool], start: int) -> int:
         """From `start` in growing strides until one passes and one does not, then between them."""
-        passed, stride = passes(self.figures(policy, start)), 3
+        passed, stride = passes(self.figures(policy, start)), 2
         below = above = start
         if passed:
             while passes(self.figures(policy, above := below + stride)):
@@ -187,11 +187,11 @@ def rates(effort: Effort, model: str, mix: str) -> dict[str, Any]:
     """The highest rates at the SLO, and speed-ups where the best baseline reaches 100 ms."""
     search = Search(effort, model, mix)
     best, at = search.best(BASELINES, _attains, search.index(20.0 if mix == "issue1" else 12.0))
-    ours = search.highest(NANOCP, _attains, at + 6)
+    ours = search.highest(NANOCP, _attains, at + 3)
     found: dict[str, Any] = {"best": best, "baseline": search.rate(at), "nanocp": search.rate(ours)}
     for name, passes in ((MEAN, _within_mean), (P99, _within_p99)):
         others = (policy for policy in BASELINES if policy != best)
-        best, at = search.best((best, *others), passes, at + 9 if name == MEAN else at)
+        best, at = search.best((best, *others), passes, at + 6 if name == MEAN else at - 1)
         theirs, own = search.figures(best, at), search.figures(NANOCP, at)
         over = theirs.tpot_ms / own.tpot_ms if name == MEAN else theirs.tpot_p99_ms / own.tpot_p99_ms
         found[name] = {"best": best, "rate": search.rate(at), "speedup": over}
