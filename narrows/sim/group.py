@@ -182,18 +182,10 @@ class DecodeGroup:
         return fits_when_empty_by_groups(self.shape.empty(), self._policy, request, self.options.hierarchy)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._active)
-
-    @property
     def is_empty(self) -> bool:
         return not (self._waiting or self._arriving or self._joining or len(self._active))
 
-    def view(self, *, waiting: bool = True) -> GroupView:
+    def view(self) -> GroupView:
         """What policies decide from, all steps that have ended counted."""
         arriving = (*self._arriving.values(), *self._joining)
         kv = np.bincount(self._active.members, self._active.shards, self.shape.num_instances).astype(np.int64)
@@ -211,7 +203,7 @@ class DecodeGroup:
             page_size=self.shape.page_size,
             max_num_seqs=self.shape.max_num_seqs,
             active=self._active.bindings(),
-            waiting=tuple(Waiting(life.room, since_s) for since_s, _, life in self._waiting) if waiting else (),
+            waiting=tuple(Waiting(life.room, since_s) for since_s, _, life in self._waiting),
             num_placed=self.num_placed,
             cross_nodes=self.shape.cross_nodes,
             arriving=moe if arriving else None,

@@ -79,8 +79,6 @@ class PrefillInstance:
         self.cache = cache
         self.link = link
         self.busy_s = 0.0
-        self.num_steps = 0
-        self.computed_tokens = 0
         self._loop = loop
         self._cost = cost
         self._handover = handover
@@ -214,12 +212,10 @@ class PrefillInstance:
         now_s = self._loop.now_s
         self._stepping = False
         self.busy_s += now_s - began_s
-        self.num_steps += 1
         for job, chunk in plan:
             if job.table is None or self._jobs.get(job.life) is not job:
                 continue  # released meanwhile
             job.computed += chunk
-            self.computed_tokens += chunk
             self.cache.commit(job.table, job.tokens[: job.computed])
             if job.computed == job.num_tokens:
                 self._finish(job)

@@ -49,10 +49,16 @@ def row_of(outcome: Outcome, policy: str, slo_tpot_ms: float) -> dict[str, Any]:
         "max_kv_tokens": max(group.series.max_kv_tokens for group in outcome.groups),
         "max_queue": max((queue for _, queue in waiting(outcome)), default=0),
         "cached_share": summary.num_cached_tokens / summary.num_prompt_tokens,
+        "prefill_busy": _mean([instance.busy_s / outcome.end_s for instance in outcome.prefill]),
+        "link_busy": _mean([instance.link.busy_s / outcome.end_s for instance in outcome.prefill]),
         "handover_gb": summary.handover_bytes / 1e9,
         "delivered_gb": sum(measured.total_bytes for measured in requests) / 1e9,
     }
     return row
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _over_tokens(outcome: Outcome, name: str) -> float | None:

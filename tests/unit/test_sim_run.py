@@ -23,6 +23,7 @@ from narrows.sim.group import GroupShape
 from narrows.sim.handover import HandOverModel
 from narrows.sim.hardware import H200
 from narrows.sim.model_shapes import DEEPSEEK_V3
+from narrows.sim.report import row_of
 from narrows.sim.roofline import Roofline
 from narrows.sim.run import Outcome, PrefillShape, Setup, simulate
 from narrows.sim.setup import make_setup
@@ -82,6 +83,9 @@ def test_full_transfer_layer_by_layer(tt_over_tp: float) -> None:
     (delivered,) = [e.delivered for e in outcome.events() if e.delivered is not None]
     assert delivered.full
     assert delivered.proactive_bytes == delivered.num_bytes == num_bytes
+    row = row_of(outcome, "least-batch", 50.0)
+    assert row["prefill_busy"] == pytest.approx(tp / outcome.end_s)
+    assert row["link_busy"] == pytest.approx(tt / outcome.end_s)
 
 
 def test_two_on_one_link_share_it_in_order() -> None:
