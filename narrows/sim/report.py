@@ -49,8 +49,8 @@ def row_of(outcome: Outcome, policy: str, slo_tpot_ms: float) -> dict[str, Any]:
         "max_kv_tokens": max(group.series.max_kv_tokens for group in outcome.groups),
         "max_queue": max((queue for _, queue in waiting(outcome)), default=0),
         "cached_share": summary.num_cached_tokens / summary.num_prompt_tokens,
-        "prefill_busy": _mean([instance.busy_s / outcome.end_s for instance in outcome.prefill]),
-        "link_busy": _mean([instance.link.busy_s / outcome.end_s for instance in outcome.prefill]),
+        "prefill_busy": _mean([instance.busy_s / outcome.end_s for instance in outcome.prefill if outcome.end_s]),
+        "link_busy": _mean([instance.link.busy_s / outcome.end_s for instance in outcome.prefill if outcome.end_s]),
         "handover_gb": summary.handover_bytes / 1e9,
         "delivered_gb": sum(measured.total_bytes for measured in requests) / 1e9,
     }
