@@ -73,6 +73,7 @@ class EngineConfig:
     silence_s: float = setting(20.0, "an instance that says nothing for so many seconds is taken for dead")
 
     def __post_init__(self) -> None:
+        _as_text(self, "speculative")
         _check_types(self)
         for name in ("prefill", "decode", "max_num_seqs", "max_num_batched_tokens", "max_queue", "page_size"):
             _at_least(self, name, 1)
@@ -175,6 +176,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _as_text(config: Any, name: str) -> None:
+    """A field of text that a file or a program may give as a number."""
+    if type(getattr(config, name)) in (int, float):
+        object.__setattr__(config, name, str(getattr(config, name)))
 
 
 def _check_types(config: Any) -> None:

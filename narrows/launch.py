@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import queue
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def serve(config: EngineConfig, server: ServerConfig, timeout_s: float) -> None:
 
     DECISIONS.setLevel(logging.INFO)  # which way KV goes and why is news to whoever runs a server
     began = time.monotonic()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a profile to be read again
     listener = bind(server.host, server.port)
     with started(config, timeout_s=timeout_s) as (cluster, tokenizer):
         failure = run_server(

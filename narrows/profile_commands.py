@@ -33,6 +33,7 @@ def profile_importance(
 ) -> None:
     """Measure, save (by default where serving with the same settings finds it) and print."""
     workshop = Workshop(config, resolve(config.model))
+    workshop.check_groups(groups or ())
     calibration = ensure_calibration(workshop)
     with progress_bar("measuring which KV matters") as progress:
         made = workshop.importance(

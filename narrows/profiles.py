@@ -76,7 +76,11 @@ def ensure_calibration(workshop: "Workshop") -> Path | None:
     if workshop.config.select not in CALIBRATED:
         return None
     path = workshop.calibration_path
-    return _keep(path, f"calibrating {workshop.config.select}", workshop.calibrate)
+
+    def check(path: Path) -> None:
+        workshop.selector(path)
+
+    return _keep(path, f"calibrating {workshop.config.select}", workshop.calibrate, check)
 
 
 def ensure_importance(workshop: "Workshop") -> Path:
@@ -287,6 +291,17 @@ class Workshop:
                 prefix=prefix,
                 progress=progress,
                 limit_s=limit_s,
+            )
+
+    def check_groups(self, groups: Sequence[int]) -> None:
+        """Raises ConfigError for prompts that do not fit the context, with what is decoded behind each."""
+        from narrows.profile.measuring.importance import NUM_ROWS
+
+        longest = self.max_positions - NUM_ROWS
+        if groups and max(groups) > longest > 0:
+            raise ConfigError(
+                f"groups: {max(groups)} tokens and the {NUM_ROWS} that are decoded behind do not fit a context of "
+                f"{self.max_positions}; use at most {longest}"
             )
 
     def timing(self, progress: OnProgress) -> Timing:

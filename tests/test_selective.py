@@ -121,8 +121,10 @@ def test_no_scheme_changes_a_token(folder: Path, loaded: Loaded, local: Any, nam
         assert_nothing_is_held(cluster)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_delay_changes_a_token(folder: Path, loaded: Loaded, local: Any, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "seed"), [*(("loopback", seed) for seed in range(6)), ("tcp", 6), ("tcp", 7), ("shm", 8), ("shm", 9)]
+)
+def test_no_delay_changes_a_token(folder: Path, loaded: Loaded, local: Any, transport: str, seed: int) -> None:
     """Random delays of frames and of events, both sides, with what the scheme leaves open drawn too."""
     random = Random(seed)
     scheme = replace(
@@ -135,11 +137,12 @@ def test_no_delay_changes_a_token(folder: Path, loaded: Loaded, local: Any, seed
     some = replace(handing(scheme, looks_ahead=True, head_dim=loaded[0].spec.head_dim), staged=random.random() < 0.5)
     faults = Faults(delay=0.3, reorder=0.5)
     with MemoryCluster(
-        CONFIG,
+        CONFIG if transport == "loopback" else replace(CONFIG, link_gbps=0.004),
         folder,
+        transport=transport,
         loaded=loaded,
         handing=some,
-        frames=slow(seed),
+        frames=slow(seed) if transport == "loopback" else None,
         wrap=lambda _, transport: FaultyTransport(transport, faults, seed),
     ) as cluster:
         assert cluster.generate(requests(*BATCH)) == local(CONFIG, BATCH, looks_ahead=True)
@@ -224,10 +227,11 @@ def test_a_lost_instance_changes_no_token(folder: Path, loaded: Loaded, local: A
         cluster.kill(InstanceId(victim))
         cluster.start(InstanceId(victim), Role(victim.partition("-")[0]))
         cluster.run()
+        again = {event.request for event in cluster.events if event.kind is EventKind.PREEMPTED}
+        assert again or victim == "prefill-0"
         for request, want in zip(requests(*BATCH), local(CONFIG, BATCH, looks_ahead=True), strict=True):
-            # A request goes on from prompt and output, which prefill and decode compute equally up to rounding.
             assert cluster.ending(request.id) is FinishReason.LENGTH
-            assert len(cluster.tokens(request.id)) == len(want)
+            assert cluster.tokens(request.id) == want
         assert_nothing_is_held(cluster)
 
 
@@ -250,15 +254,25 @@ def test_damaged_and_missing_answers_are_never_answered_from(
         for request in requests(*BATCH):
             cluster.submit(request)
         cluster.run()
-        again = {event.request for event in cluster.events if event.kind is EventKind.PREEMPTED}
         for request, want in zip(requests(*BATCH), local(CONFIG, BATCH, looks_ahead=True), strict=True):
             tokens = cluster.tokens(request.id)
             if cluster.ending(request.id) is FinishReason.ERROR:
                 assert "gave up" in (cluster.outputs[request.id][-1].error or "")
             else:
                 assert cluster.ending(request.id) is FinishReason.LENGTH and len(tokens) == len(want)
-            # What is computed again goes on from a prompt that prefill read whole: equal up to the selection.
-            assert request.id in again or tokens == want
+            assert tokens == want[: len(tokens)]
+        assert_nothing_is_held(cluster)
+
+
+def test_a_full_pool_preempts_and_the_tokens_stay_the_same(folder: Path, loaded: Loaded, local: Any) -> None:
+    """Also those that decode had computed from a selection: they are decoded again, not prefilled."""
+    lengths = (70, 40, 40)
+    token_bytes = plan_sizes(CONFIG, read_spec(folder)).layout.token_bytes * LAYERS
+    small = replace(CONFIG, kv_cache_memory_bytes=176 * token_bytes)
+    some = handing(selective("selective"), looks_ahead=True, head_dim=loaded[0].spec.head_dim)
+    with MemoryCluster(small, folder, loaded=loaded, handing=some, frames=slow()) as cluster:
+        assert cluster.generate(requests(*lengths)) == local(CONFIG, lengths, looks_ahead=True)
+        assert any(event.kind is EventKind.PREEMPTED for event in cluster.events)
         assert_nothing_is_held(cluster)
 
 

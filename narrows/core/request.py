@@ -1,7 +1,7 @@
 """What a caller asks for, and what comes back."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from narrows.core.ids import RequestId
@@ -93,6 +93,10 @@ class Request:
 
     `output` is what earlier attempts already produced: after a preemption or the loss of an instance the request is
     prefilled again from prompt + output, and `generation` counts the attempt, so that nothing late can be mistaken.
+
+    Where decode selects, prefill would give the KV of the output other values than decode had, and other tokens would
+    follow: there `output` begins empty again and `known` is what has been produced. Those tokens are decoded once
+    more, each taken as it is known (`replayed`).
     """
 
     id: RequestId
@@ -101,6 +105,11 @@ class Request:
     arrival_s: float = 0.0
     output: tuple[int, ...] = ()
     generation: int = 0
+    known: tuple[int, ...] = ()  # the first tokens of the output, not to be chosen anew
+
+    def replayed(self) -> "Request":
+        """The same, to be decoded again from the prompt's end on."""
+        return replace(self, output=(), known=self.output)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from narrows.models.spec import read_spec
 from narrows.runtime.channel import ZmqHub
 from narrows.runtime.client import InstanceStatus, ServedModel, Sink, Status
 from narrows.runtime.coordinator import Coordinator
-from narrows.runtime.files import ProfileFiles
+from narrows.runtime.files import ProfileFiles, Snapshots
 from narrows.runtime.launch_local import Launcher, Worker
 from narrows.runtime.sizing import plan_sizes
 from narrows.sched.registry import make_policy
@@ -74,8 +74,11 @@ def open_cluster(
 
 def _check_writable(trace: Path) -> None:
     """The timeline is written at the end, which is too late to hear that it can not be."""
+    there = trace.exists()
     try:
         trace.open("a").close()
+        if not there:
+            trace.unlink()
     except OSError as error:
         raise ConfigError(
             f"trace: {trace} can not be written: {error.strerror}; name a file in a folder that exists and is yours"
@@ -107,6 +110,7 @@ class LocalCluster:
         self._lock = threading.RLock()  # guards all below; a sink may call back
         self._coordinator = Coordinator(
             make_policy(config.policy, local=True),
+            replays=config.select != "none",
             max_queue=config.max_queue,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
@@ -118,7 +122,10 @@ class LocalCluster:
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_out.bind("inproc://wake")
         self._wake_in.connect("inproc://wake")
-        self._files = files
+        self._source = files.importance
+        self._profiles = Snapshots()
+        if files.importance is not None:  # an instance that starts again does so from what the others follow
+            files = replace(files, importance=self._profiles.replace(Path(files.importance)))
         self._launcher = Launcher(config, model, self._hub.address, files)
         self._spans: dict[InstanceId, list[Span]] = defaultdict(list)
         self._adopted: Adopt | None = None  # what prefill instances follow instead of what they started with
@@ -197,12 +204,16 @@ class LocalCluster:
             socket.close()
         self._hub.close()
         self._context.term()
+        self._profiles.close()
 
     # ---- beyond Client
 
     def adopt(self, scheme: Scheme, profile: str | None = None) -> None:
         """From the next hand-over on follow this scheme and importance profile (a file; None: the one in use), without
-        a pause. An instance that can not logs why and goes on as before."""
+        a pause. Raises ConfigError, and all goes on as before, when the profile can not take the place of the one in
+        use. What becomes of the file afterwards does not matter."""
+        if profile is not None:
+            profile = self._profiles.replace(Path(profile))
         with self._lock:
             self._adopted = Adopt(scheme, profile)
             for name, worker in self._workers.items():
@@ -211,9 +222,15 @@ class LocalCluster:
             self._wake()
 
     def reload(self) -> None:
-        """Read the importance profile's file again, as after `narrows profile importance`."""
-        if self._files.importance is not None:
-            self.adopt(self._config.scheme, self._files.importance)
+        """Read the importance profile's file again, as after `narrows profile importance`. What is wrong with it is
+        logged, and the one in use stays."""
+        if self._source is None:
+            _log.warning("there is no importance profile to be read again, since nothing is selected (select)")
+            return
+        try:
+            self.adopt(self._config.scheme, self._source)
+        except ConfigError as error:
+            _log.error("the hand-over stays as it is: %s", error)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every instance has started. Raises StartFailed with an instance's own words, or Unavailable."""

@@ -40,7 +40,7 @@ from narrows.core.wire import (
 from narrows.errors import QueueFull, RequestError, Unavailable
 from narrows.kv.layout import pages_for
 from narrows.runtime.client import Output, Sink
-from narrows.runtime.ledger import Hold, HoldKey, Member, Track
+from narrows.runtime.ledger import Hold, HoldKey, Member, Track, needs_decode
 from narrows.sched.base import GroupPolicy, PrefillPolicy
 from narrows.sched.group import Bindings, GroupView, Ints, Waiting
 from narrows.sched.least_batch import LeastBatch
@@ -58,6 +58,7 @@ class Coordinator:
         policy: GroupPolicy,  # of degree 1: decode attends to what one instance holds
         *,
         prefill: PrefillPolicy | None = None,  # None: the fewest requests
+        replays: bool = False,  # what decode had computed is decoded again, not prefilled, when a request starts over
         max_queue: int,
         max_model_len: int,
         vocab_size: int,
@@ -65,6 +66,7 @@ class Coordinator:
     ) -> None:
         self._policy = policy
         self._prefill = prefill or LeastBatch()
+        self._replays = replays
         self._max_queue = max_queue
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -196,6 +198,9 @@ class Coordinator:
         track = self._current(*key)
         if track is None:
             return
+        if produced.index < len(track.request.output):  # known to its caller
+            track.prompt_done = True
+            return
         track.early[produced.index] = (instance, produced)
         while (following := track.early.pop(len(track.request.output), None)) is not None:
             self._take_token(track, *following, now_s)
@@ -251,15 +256,16 @@ class Coordinator:
             del self._roomless[track.request.id]
         while self._queue:
             track = next(iter(self._queue.values()))
-            demand = Demand(track.request.num_tokens + 1, track.needs_decode)
+            attempt = self._attempt(track)
+            demand = Demand(attempt.num_tokens + 1, needs_decode(attempt))
             prefill = self._prefill.choose_prefill(self.view(), demand, now_s)
             if prefill is None:
                 break
             del self._queue[track.request.id]
             self._hold(track).prefill = prefill
             self._emit(EventKind.PLACED, track, now_s, instance=prefill)
-            self.outbox.append((prefill, Prefill(track.request)))
-            if track.needs_decode and (self._roomless or not self._reserve(track, now_s)):
+            self.outbox.append((prefill, Prefill(attempt)))
+            if demand.needs_decode and (self._roomless or not self._reserve(track, now_s)):
                 self._roomless[track.request.id] = track
 
     def _reserve(self, track: Track, now_s: float) -> bool:
@@ -329,7 +335,12 @@ class Coordinator:
         return track if track is not None and track.request.generation == generation else None
 
     def _hold(self, track: Track) -> Hold:
-        return self._holds.setdefault(track.key, Hold(track.request, track.request.num_tokens + 1))
+        attempt = self._attempt(track)
+        return self._holds.setdefault(track.key, Hold(attempt, attempt.num_tokens + 1))
+
+    def _attempt(self, track: Track) -> Request:
+        """What instances are asked for. Asked before the attempt's first token has come."""
+        return track.request.replayed() if self._replays else track.request
 
     def _unbind(self, key: HoldKey, instance: InstanceId) -> None:
         """An instance holds nothing of this attempt any more."""
@@ -356,7 +367,7 @@ class Coordinator:
             self.outbox.append((instance, Release(*key)))
 
     def _start_over(self, track: Track, now_s: float, error: str, *, lost: bool) -> None:
-        """Next generation, at the head of the queue, from all tokens known so far."""
+        """Next generation, at the head of the queue: all tokens known so far stay."""
         track.losses += lost
         if track.losses > MAX_LOSSES:
             self._end(track, now_s, FinishReason.ERROR, f"gave up after {track.losses} attempts: {error}")

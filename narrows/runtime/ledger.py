@@ -23,6 +23,12 @@ class Hold:
     released: set[InstanceId] = field(default_factory=set)  # told to release
 
 
+def needs_decode(attempt: Request) -> bool:
+    """Whether it wants more than the token that prefill gives."""
+    limit = attempt.params.max_tokens
+    return limit is None or limit - len(attempt.output) > 1
+
+
 @dataclass(slots=True)
 class Track:
     """A live request."""
@@ -38,11 +44,6 @@ class Track:
     @property
     def key(self) -> HoldKey:
         return self.request.id, self.request.generation
-
-    @property
-    def needs_decode(self) -> bool:
-        limit = self.request.params.max_tokens
-        return limit is None or limit - len(self.request.output) > 1
 
 
 @dataclass(slots=True)

@@ -65,8 +65,8 @@ class Ending:
     max_model_len: int
 
     def choose(self, logits: Tensor, requests: Sequence[Request]) -> "list[Choice | str]":
-        """One token for each row of logits [n, V] and whether it is the request's last; an error text where the
-        model's output is broken."""
+        """One token for each row of logits [n, V], sampled unless it is known, and whether it is the request's last; an
+        error text where the model's output is broken."""
         rows = [SamplingRow(r.params, r.params.seed or 0, r.prompt, r.output, self.eos_token_ids) for r in requests]
         broken: tuple[int, ...] = ()
         try:
@@ -81,6 +81,8 @@ class Ending:
         ]
 
     def _judge(self, request: Request, token: SampledToken) -> "Choice":
+        if len(request.output) < len(request.known):
+            token = SampledToken(request.known[len(request.output)])
         reason = finish_reason(
             request.params,
             (*request.output, token.id),

@@ -12,7 +12,7 @@ from narrows.errors import ConfigError
 from narrows.select.fingerprint import fingerprint
 from narrows.select.shape import SelectorShape
 
-VERSION = "1"
+VERSION = "2"
 
 
 def save(path: Path, name: str, model: str, arrays: Mapping[str, Tensor]) -> None:
@@ -21,7 +21,7 @@ def save(path: Path, name: str, model: str, arrays: Mapping[str, Tensor]) -> Non
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"narrows": "calibration", "version": VERSION, "selector": name, "model": model}
-        save_file(dict(arrays), partial, about)
+        save_file(dict(arrays), partial, about | {"content": _content(name, arrays)})
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"select: {path} can not be written: {error}; name a file in a folder that can") from error
@@ -62,5 +62,13 @@ def read(
             raise ConfigError(
                 f"select: {name}: {path} does not fit the model: {key} is {has}, this model needs {wanted}; {make}"
             )
-    sums = [(key, hashlib.sha256(found[key].numpy().tobytes()).hexdigest()) for key in sorted(sizes)]
-    return {key: found[key].float() for key in sizes}, fingerprint(name, VERSION, sums)
+    content = _content(name, {key: found[key] for key in sizes})
+    if about.get("content") != content:
+        raise ConfigError(f"select: {name}: {path} is damaged (its checksum differs); {make}")
+    return {key: found[key].float() for key in sizes}, content
+
+
+def _content(name: str, arrays: Mapping[str, Tensor]) -> str:
+    """The fingerprint of a calibration's arrays."""
+    sums = [(key, hashlib.sha256(arrays[key].contiguous().numpy().tobytes()).hexdigest()) for key in sorted(arrays)]
+    return fingerprint(name, VERSION, sums)

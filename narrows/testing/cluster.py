@@ -59,6 +59,7 @@ class MemoryCluster:
         self.outputs: dict[str, list[Output]] = defaultdict(list)
         self.coordinator = Coordinator(
             make_policy(config.policy, local=True),
+            replays=self.handing.selector is not None,
             max_queue=config.max_queue,
             max_model_len=self.sizes.max_model_len,
             vocab_size=self.loaded[0].spec.vocab_size,

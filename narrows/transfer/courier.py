@@ -301,15 +301,18 @@ class Courier:
         if rate is None:
             if parcel.note is None or parcel.open_posts:
                 return
-            rate = math.inf  # so little that nothing can be learned from it
+            # Too little has gone there to learn from: what went elsewhere left by the same way.
+            known = [meter.bytes_per_s for meter in self._meters.values() if meter.bytes_per_s is not None]
+            rate = known[-1] if known else math.inf
         waiting = sum(other.in_flight[path] for other in self._parcels.values() for path in (METADATA, PROACTIVE))
         pushed, blocks = parcel.decide_by_rate(self._source, rate, waiting)
         # Each hand-over is decided anew; a person wants to hear of it when it comes out otherwise than the last.
-        level = logging.DEBUG if self._decided.get(bound.peer) is parcel.full else logging.INFO
+        is_news = self._decided.get(bound.peer) is not parcel.full and math.isfinite(rate)
+        level = logging.INFO if is_news else logging.DEBUG
         self._decided[bound.peer] = parcel.full
         _log.log(
             level,
-            "%s: %s transfer to %s: %.0f MB take %.2f s at %.2f Gbit/s, prefill %.2f s; %d of %d KV blocks are pushed",
+            "%s: %s transfer to %s: %.1f MB take %.2f s at %.2f Gbit/s, prefill %.2f s; %d of %d KV blocks are pushed",
             parcel.key[0],
             "full" if parcel.full else "selective",
             bound.landing.instance,

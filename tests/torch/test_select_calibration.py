@@ -171,6 +171,12 @@ def test_a_file_is_made_and_serves(tiny: Path, tmp_path: Path, name: str) -> Non
     selector = open_selector(name, shape=shape, ratio=0.2, kernels=ReferenceKernels(), calibration=tmp_path / "a")
     assert selector.name == name
 
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"damaged \(its checksum differs\); make one with"):
+        open_selector(name, shape=shape, ratio=0.2, kernels=ReferenceKernels(), calibration=tmp_path / "a")
+
 
 def test_what_can_not_be_calibrated_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exact needs no calibration; hata, infinigen, quest do"):

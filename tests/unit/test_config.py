@@ -220,3 +220,8 @@ def test_nothing_is_shown_while_nothing_is_converted(
     with pytest.raises(ConfigError), launch.started(EngineConfig()):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("given", "share"), [(0.25, 0.25), (0, 0.0), ("0.5", 0.5), ("auto", None)])
+def test_speculation_as_a_file_or_a_flag_says_it(given: object, share: float | None) -> None:
+    assert EngineConfig(select="exact", speculative=given).scheme.speculative == share  # type: ignore[arg-type]

@@ -47,11 +47,14 @@ def info(name: str, role: Role, *, num_pages: int = 64, seqs: int = 4) -> Instan
 class Bench:
     """A coordinator with its events and outputs recorded, and time moved by hand."""
 
-    def __init__(self, *infos: InstanceInfo, max_queue: int = 100, policy: str = "least-batch") -> None:
+    def __init__(
+        self, *infos: InstanceInfo, max_queue: int = 100, policy: str = "least-batch", replays: bool = False
+    ) -> None:
         self.events: list[Event] = []
         self.outputs: dict[str, list[Output]] = defaultdict(list)
         self.coordinator = Coordinator(
             make_policy(policy),
+            replays=replays,
             max_queue=max_queue,
             max_model_len=100,
             vocab_size=1000,
@@ -227,6 +230,33 @@ def test_a_lost_decode_instance_costs_time_not_tokens() -> None:
     bench.say(P0, Progress(produced=(token("a", 0, 0, 99),)))  # too late: of the attempt that is over
     bench.say(P0, Progress(produced=(token("a", 1, 2, 13),)))
     assert [t.id for o in bench.outputs["a"] for t in o.tokens] == [11, 12, 13]
+
+
+def test_what_decode_had_computed_is_decoded_again_where_it_selects() -> None:
+    """The prompt alone is prefilled, room is taken for it alone, and no token reaches the caller twice."""
+    bench = Bench(info("prefill-0", Role.PREFILL), info("decode-0", Role.DECODE), replays=True)
+    bench.submit("a", max_tokens=3)
+    (_, first), _ = bench.sent()
+    assert isinstance(first, Prefill) and first.request.known == ()
+    bench.say(D0, Progress(reserved=(Reserved("a", 0, landing("a", 0, 6)),)))
+    bench.say(P0, Progress(produced=(token("a", 0, 0, 11),)))
+    bench.say(D0, Progress(started=(Started("a", 0),), produced=(token("a", 0, 1, 12),)))
+    bench.coordinator.instance_lost(D0, "killed", bench.now)
+    bench.say(D0, Ready(info("decode-0", Role.DECODE)))
+    bench.say(P0, Progress(released=(Released("a", 0),)))
+    sent = [message for _, message in bench.sent() if isinstance(message, Prefill | Reserve)]
+    assert len(sent) == 2
+    for message in sent:  # one token is left to produce, which prefill of everything would have given
+        assert message.request.tokens == (1, 2, 3, 4, 5, 6)
+        assert message.request.known == (11, 12)
+        assert message.request.generation == 1
+    bench.say(D0, Progress(reserved=(Reserved("a", 1, landing("a", 1, 6)),)))
+    bench.say(P0, Progress(produced=(token("a", 1, 0, 11),)))
+    bench.say(D0, Progress(started=(Started("a", 1),), produced=(token("a", 1, 1, 12),)))
+    assert bench.outputs["a"][-1].tokens[0].id == 12 and len(bench.outputs["a"]) == 2
+    bench.say(D0, Progress(produced=(token("a", 1, 2, 13, FinishReason.LENGTH),)))
+    assert [t.id for o in bench.outputs["a"] for t in o.tokens] == [11, 12, 13]
+    assert bench.endings("a") == [FinishReason.LENGTH]
 
 
 def test_a_lost_prefill_instance_does_not_matter_once_kv_has_arrived() -> None:

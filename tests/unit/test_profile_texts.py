@@ -36,6 +36,8 @@ def test_text_and_jsonl_in_the_order_given(tmp_path: Path) -> None:
         ('{"text": 5}', "line 2 has neither"),
         ('{"prompt": [{"role": "user"}]}', "line 2 has neither"),
         ("[1]", "line 2 has neither"),
+        ("[" * 200_000, "line 2 is not JSON"),
+        ('{"text": "\\ud800"}', "line 2 has half of a surrogate pair"),
     ],
 )
 def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, named: str) -> None:
@@ -43,6 +45,13 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, named: str) 
     file.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
     with pytest.raises(ConfigError, match=f"text: .*x.jsonl, {named}"):
         read_texts([file])
+
+
+def test_a_byte_order_mark_is_no_text_and_null_is_no_field(tmp_path: Path) -> None:
+    marked, lines = tmp_path / "marked.txt", tmp_path / "lines.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbfone")
+    lines.write_bytes(b'\xef\xbb\xbf{"text": null, "prompt": "two"}')
+    assert read_texts([marked, lines]) == ["one", "two"]
 
 
 def test_files_that_hold_no_text_are_refused(tmp_path: Path) -> None:

@@ -25,3 +25,20 @@ def test_a_short_stretch_is_judged_as_a_whole() -> None:
     meter.sent(100_000, 1.0)
     meter.landed(100_000, 1.001)
     assert meter.bytes_per_s == pytest.approx(1e8)
+
+
+def test_a_burst_that_says_as_much_of_latency_is_but_a_lower_bound() -> None:
+    """69 KB in 30 ms, on a link of 100 MB/s whose ends were busy; then a megabyte and more at the link's rate."""
+    meter = LinkMeter()
+    meter.sent(69_000, 0.0)
+    meter.landed(69_000, 0.030)
+    assert meter.bytes_per_s == pytest.approx(2.3e6)
+    meter.sent(5_000_000, 1.0)
+    meter.landed(5_000_000, 1.05)
+    assert meter.bytes_per_s == pytest.approx(1e8), "a bound is no sample to be averaged with"
+    meter.sent(69_000, 2.0)
+    meter.landed(69_000, 2.030)
+    assert meter.bytes_per_s == pytest.approx(1e8), "nothing was learned"
+    meter.sent(5_000_000, 3.0)
+    meter.landed(5_000_000, 3.1)
+    assert meter.bytes_per_s == pytest.approx(1e8 - 0.4 * 5e7)

@@ -190,7 +190,7 @@ def count_selections(
     if lengths[-1] + NUM_ROWS > room:
         raise ConfigError(
             f"text: {room} tokens are too few for prompts of {lengths[-1]} and the {NUM_ROWS} that follow; "
-            f"give more text, or groups of at most {max(1, room - NUM_ROWS)}"
+            + (f"give more text, or groups of at most {room - NUM_ROWS}" if room > NUM_ROWS else "give more text")
         )
     wanted = {n: num_prompts or min(max(_TOKENS_A_GROUP // n, 1), _MOST_PROMPTS) for n in lengths}
     runs = [[n for n in lengths if wanted[n] > i] for i in range(max(wanted.values()))]

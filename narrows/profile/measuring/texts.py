@@ -32,7 +32,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
         left -= len(raw)
         try:
             # A character may be cut in two where the limit fell.
-            content = raw.decode() if left else raw.decode(errors="ignore")
+            content = raw.decode("utf-8-sig", errors="strict" if left else "ignore")
         except UnicodeDecodeError as error:
             raise ConfigError(f"text: {file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
         texts += _lines(file, content, whole=left > 0) if file.suffix == ".jsonl" else [content]
@@ -53,12 +53,15 @@ def _lines(file: Path, content: str, *, whole: bool) -> list[str]:
 def _text(where: str, line: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"text: {where} is not JSON ({error}); a .jsonl file has one object a line") from error
-    value: Any = next((record[name] for name in _FIELDS if name in record), None) if isinstance(record, dict) else None
+    fields = [record.get(name) for name in _FIELDS] if isinstance(record, dict) else []
+    value: Any = next((field for field in fields if isinstance(field, str | list)), None)
     if isinstance(value, list):
         contents = [message.get("content") for message in value if isinstance(message, dict)]
         value = "\n\n".join(text for text in contents if isinstance(text, str)) or None
     if not isinstance(value, str):
         raise ConfigError(f'text: {where} has neither "text" nor "prompt" that is text')
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise ConfigError(f"text: {where} has half of a surrogate pair, which is no character; leave it out")
     return value
