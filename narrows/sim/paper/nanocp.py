@@ -35,13 +35,14 @@ class Effort:
     """How long is simulated: requests arrive for `seconds`, but at least `least` of them; those of the first `warm_s`
     are not measured. Rates are found to a factor `step`."""
 
-    seconds: float = 80.0
-    warm_s: float = 40.0
-    least: int = 700
-    step: float = 1.1
+    seconds: float = 70.0
+    warm_s: float = 35.0
+    least: int = 500
+    step: float = 1.12
 
 
 FULL, QUICK = Effort(), Effort(30.0, 15.0, 200, 1.3)
+STEADY = Effort(120.0, 60.0)  # for figures of one rate, not of one system over another
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +308,7 @@ SHORTS = ("issue1", "issue5")
 def paper(quick: bool = False) -> Paper:
     """All of it; `quick`: shorter runs of DeepSeek-V3 only, to see that it works."""
     effort = QUICK if quick else FULL
-    chats = replace(effort, seconds=min(effort.seconds, 60.0), warm_s=effort.warm_s / 2)
+    steady = QUICK if quick else STEADY
     models = (V3,) if quick else (V3, K2)
     searches = [Task(f"rates {model} {mix}", rates, (effort, model, mix), 200.0) for mix in SHORTS for model in models]
 
@@ -315,12 +316,12 @@ def paper(quick: bool = False) -> Paper:
         return Task(name, _measured, (effort, V3, mix, rate, policy, decode), 0.4 * rate)
 
     runs = [
-        one("chats", chats, "sharegpt", CHATS, DP),
-        one("chats tbo", chats, "sharegpt", CHATS, DP, two_batch_overlap=True),
-        one("ours", effort, "issue1", ABLATED, NANOCP),
-        one("uniform", effort, "issue1", ABLATED, CP8),
-        one("collective", effort, "issue1", ABLATED, NANOCP, routes="collective"),
-        one("piecewise", effort, "issue1", ABLATED, NANOCP, graphs="piecewise"),
+        one("chats", effort, "sharegpt", CHATS, DP),
+        one("chats tbo", effort, "sharegpt", CHATS, DP, two_batch_overlap=True),
+        one("ours", steady, "issue1", ABLATED, NANOCP),
+        one("uniform", steady, "issue1", ABLATED, CP8),
+        one("collective", steady, "issue1", ABLATED, NANOCP, routes="collective"),
+        one("piecewise", steady, "issue1", ABLATED, NANOCP, graphs="piecewise"),
         one("full dp", effort, "issue5", HIGH, DP),
         one("full ours", effort, "issue5", HIGH, NANOCP),
         one("low ours", effort, "issue1", LOW, NANOCP),
@@ -336,6 +337,8 @@ def paper(quick: bool = False) -> Paper:
         "cluster": f"{NODES} nodes of {PER_NODE} H200",
         "seconds": effort.seconds,
         "warm_up_s": effort.warm_s,
+        "seconds_of_ablations": steady.seconds,
+        "warm_up_of_ablations_s": steady.warm_s,
         "least_requests": effort.least,
         "rate_step": effort.step,
     }
