@@ -23,9 +23,11 @@ from narrows.sim.setup import make_setup
 from narrows.sim.steps import load_of
 
 NODES, PER_NODE = 4, 8
+PAGE_SIZE = 256  # tokens: a large one makes runs short, and matters little beside a million tokens
 SLO_MS, ATTAINED = 50.0, 0.99
 NANOCP, DP, LEAST_CACHE, CP8 = "dual-balanced", "least-batch", "least-cache", "uniform-cp:8"
-BASELINES = ("uniform-cp:2", "uniform-cp:4", CP8, DP, LEAST_CACHE)
+UNIFORM = ("uniform-cp:2", "uniform-cp:4", CP8)
+BASELINES = (*UNIFORM, DP, LEAST_CACHE)
 V3, K2 = "DeepSeek-V3", "Kimi-K2"
 MEAN, P99 = "mean", "p99"
 
@@ -42,7 +44,7 @@ class Effort:
 
 
 FULL, QUICK = Effort(), Effort(30.0, 15.0, 200, 1.3)
-STEADY = Effort(120.0, 60.0)  # for figures of one rate, not of one system over another
+STEADY = Effort(120.0, 60.0, 2000)  # for figures of one rate, not of one system over another
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,20 @@ class Figures:
     most_active: int
     spread_then: int  # of these, with a degree above 1
 
+    def of(self, name: str) -> float:
+        """TPOT, ms: its mean or P99."""
+        return self.tpot_ms if name == MEAN else self.tpot_p99_ms
+
 
 def scenario_of(model: str, mix: str, rate: float, policy: str, count: int, **decode: Any) -> Scenario:
     return make_scenario(
         {
-            "cluster": {"nodes": NODES, "instances_per_node": PER_NODE, "prefill_instances": 0},
+            "cluster": {
+                "nodes": NODES,
+                "instances_per_node": PER_NODE,
+                "prefill_instances": 0,
+                "page_size": PAGE_SIZE,
+            },
             "model": {"name": model},
             "workload": {"mix": mix, "rate": rate, "requests": count},
             "policy": {"name": policy},
@@ -149,15 +160,16 @@ class Search:
         return self._runs[policy, index]
 
     def highest(self, policy: str, passes: Callable[[Figures], bool], start: int) -> int:
-        """From `start` in growing strides until one passes and one does not, then between them."""
-        passed, stride = passes(self.figures(policy, start)), 2
+        """From `start` in strides until one passes and one does not, then between them. Strides are short, for
+        overloaded runs are long."""
+        passed, stride = passes(self.figures(policy, start)), 3
         below = above = start
         if passed:
             while passes(self.figures(policy, above := below + stride)):
-                below, stride = above, 2 * stride
+                below = above
         else:
             while not passes(self.figures(policy, below := above - stride)):
-                above, stride = below, 2 * stride
+                above = below
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (middle, above) if passes(self.figures(policy, middle)) else (below, middle)
@@ -171,31 +183,32 @@ class Search:
                 best, at = policy, self.highest(policy, passes, at + 1)
         return best, at
 
+    def slow(self, policy: str, name: str, start: int) -> int:
+        """Where a figure of TPOT is nearest to 100 ms, in strides of three steps."""
+        below = start
+        while (now := self.figures(policy, below + 3).of(name)) < 2 * SLO_MS:
+            below += 3
+        before = self.figures(policy, below).of(name)
+        return below + 3 if now / (2 * SLO_MS) < 2 * SLO_MS / before else below
+
 
 def _attains(figures: Figures) -> bool:
     return figures.attained >= ATTAINED
 
 
-def _within_mean(figures: Figures) -> bool:
-    return figures.tpot_ms <= 2 * SLO_MS
-
-
-def _within_p99(figures: Figures) -> bool:
-    return figures.tpot_p99_ms <= 2 * SLO_MS
-
-
 def rates(effort: Effort, model: str, mix: str) -> dict[str, Any]:
-    """The highest rates at the SLO, and speed-ups where the best baseline reaches 100 ms."""
+    """The highest rates at the SLO; and speed-ups at about the rate where the best baseline reaches 100 ms, in strides
+    of some steps, for both grow alike there. `best` are the baselines' names."""
     search = Search(effort, model, mix)
     best, at = search.best(BASELINES, _attains, search.index(20.0 if mix == "issue1" else 12.0))
-    ours = search.highest(NANOCP, _attains, at + 3)
+    ours = search.highest(NANOCP, _attains, at + 4)
     found: dict[str, Any] = {"best": best, "baseline": search.rate(at), "nanocp": search.rate(ours)}
-    for name, passes in ((MEAN, _within_mean), (P99, _within_p99)):
-        others = (policy for policy in BASELINES if policy != best)
-        best, at = search.best((best, *others), passes, at + 6 if name == MEAN else at - 1)
-        theirs, own = search.figures(best, at), search.figures(NANOCP, at)
-        over = theirs.tpot_ms / own.tpot_ms if name == MEAN else theirs.tpot_p99_ms / own.tpot_p99_ms
-        found[name] = {"best": best, "rate": search.rate(at), "speedup": over}
+    for name in (P99, MEAN):
+        at = search.slow(best, name, at)
+        runs = {policy: search.figures(policy, at).of(name) for policy in UNIFORM}
+        slowest = min(runs, key=lambda policy: runs[policy])
+        over = runs[slowest] / search.figures(NANOCP, at).of(name)
+        found[name] = {"best": slowest, "rate": search.rate(at), "speedup": over}
     return found
 
 
@@ -216,7 +229,7 @@ def place(policy: str, tokens: Sequence[int], num_instances: int, num_pages: int
         num_pages=nothing + num_pages,
         used_pages=nothing,
         kv_tokens=nothing,
-        page_size=64,
+        page_size=PAGE_SIZE,
         max_num_seqs=1 << 20,
         active=Bindings(nobody, np.zeros(1, np.int64), nobody, nobody),
         waiting=tuple(Waiting(length + 1, 0.0) for length in tokens),
@@ -283,7 +296,7 @@ def _replayed(policy: str, mix: str, per_instance: int, seed: int) -> dict[str, 
     seen = drawn[random.choice(len(drawn), count, replace=False, p=drawn[:, 1] / drawn[:, 1].sum())]
     lengths = seen[:, 0] + (seen[:, 1] * random.random(count)).astype(np.int64)
     cost = roofline()
-    active = place(policy, lengths.tolist(), NODES * PER_NODE, cost.kv_tokens(NODES * PER_NODE) // 64)
+    active = place(policy, lengths.tolist(), NODES * PER_NODE, cost.kv_tokens(NODES * PER_NODE) // PAGE_SIZE)
     layer = layer_of(cost, active, np.arange(NODES * PER_NODE) // PER_NODE)
     before = layer.other + layer.cp + layer.attention
     moe = layer.moe.max() + before.max() - before
@@ -324,10 +337,10 @@ def paper(quick: bool = False) -> Paper:
         one("piecewise", steady, "issue1", ABLATED, NANOCP, graphs="piecewise"),
         one("full dp", effort, "issue5", HIGH, DP),
         one("full ours", effort, "issue5", HIGH, NANOCP),
-        one("low ours", effort, "issue1", LOW, NANOCP),
-        one("low batch", effort, "issue1", LOW, DP),
-        one("low cache", effort, "issue1", LOW, LEAST_CACHE),
-        one("low tbo", effort, "issue1", LOW, DP, two_batch_overlap=True),
+        one("low ours", steady, "issue1", LOW, NANOCP),
+        one("low batch", steady, "issue1", LOW, DP),
+        one("low cache", steady, "issue1", LOW, LEAST_CACHE),
+        one("low tbo", steady, "issue1", LOW, DP, two_batch_overlap=True),
     ]
     seeds = 1 if quick else 8
     static = [Task("micro", micro, (), 5.0)] + [
@@ -337,8 +350,7 @@ def paper(quick: bool = False) -> Paper:
         "cluster": f"{NODES} nodes of {PER_NODE} H200",
         "seconds": effort.seconds,
         "warm_up_s": effort.warm_s,
-        "seconds_of_ablations": steady.seconds,
-        "warm_up_of_ablations_s": steady.warm_s,
+        "one_rate": {"seconds": steady.seconds, "warm_up_s": steady.warm_s, "least_requests": steady.least},
         "least_requests": effort.least,
         "rate_step": effort.step,
     }
