@@ -147,6 +147,7 @@ class Search:
     def __init__(self, effort: Effort, model: str, mix: str) -> None:
         self._effort, self._model, self._mix = effort, model, mix
         self._runs: dict[tuple[str, int], Figures] = {}
+        self._stride = max(1, self.index(1.4))
 
     def rate(self, index: int) -> float:
         return float(self._effort.step**index)
@@ -162,7 +163,7 @@ class Search:
     def highest(self, policy: str, passes: Callable[[Figures], bool], start: int) -> int:
         """From `start` in strides until one passes and one does not, then between them. Strides are short, for
         overloaded runs are long."""
-        stride, below, above = 3, start, start
+        stride, below, above = self._stride, start, start
         if passes(self.figures(policy, start)):
             while passes(self.figures(policy, above := below + stride)):
                 below = above
@@ -183,12 +184,12 @@ class Search:
         return best, at
 
     def slow(self, policy: str, name: str, start: int) -> int:
-        """Where a figure of TPOT is nearest to 100 ms, in strides of three steps."""
-        below = start
-        while (now := self.figures(policy, below + 3).of(name)) < 2 * SLO_MS:
-            below += 3
+        """Where a figure of TPOT is nearest to 100 ms, in strides."""
+        below, stride = start, self._stride
+        while (now := self.figures(policy, below + stride).of(name)) < 2 * SLO_MS:
+            below += stride
         before = self.figures(policy, below).of(name)
-        return below + 3 if now / (2 * SLO_MS) < 2 * SLO_MS / before else below
+        return below + stride if now / (2 * SLO_MS) < 2 * SLO_MS / before else below
 
 
 def _attains(figures: Figures) -> bool:
