@@ -20,6 +20,7 @@ from narrows.core.ids import InstanceId
 from narrows.core.trace import Span
 from narrows.errors import ConfigError
 from narrows.metrics.trace import write_chrome_trace
+from narrows.sched.decide import COMPILED_FROM
 from narrows.sim.cluster_file import PARTS, Scenario, make_scenario, read_scenario
 from narrows.sim.names import nearest
 from narrows.sim.report import grid_of, row_of, waiting
@@ -115,6 +116,10 @@ def run(
     rows: list[Row] = []
     requests = scenario.trace()
     setups = [make_setup(replace(scenario, policy=replace(scenario.policy, name=name)), requests) for name in policies]
+    if len(requests) >= COMPILED_FROM:
+        from narrows.sched import compiled  # numba is slow to import
+
+        compiled.prepare(lambda text: Console(stderr=True).print(text, style="dim"))
     for policy, setup in zip(policies, setups, strict=True):
         spans: dict[InstanceId, list[Span]] = defaultdict(list)
         began_s = time.perf_counter()

@@ -122,6 +122,8 @@ class PageAllocator:
 
     def _take_free(self, n: int) -> list[PageId]:
         """n free pages: the smallest run that holds all, else the longest runs."""
+        if n == 0:
+            return []
         starts, lengths = self._free_runs()
         fitting = np.flatnonzero(lengths >= n)
         order = fitting[np.argmin(lengths[fitting])][None] if fitting.size else np.argsort(-lengths, kind="stable")
@@ -140,5 +142,7 @@ class PageAllocator:
 
     def _free_runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Starts and lengths of all runs of free pages, ascending."""
-        edges = np.flatnonzero(np.diff(self._is_free.view(np.int8), prepend=0, append=0))
+        bordered = np.zeros(self.num_pages + 2, dtype=np.bool_)
+        bordered[1:-1] = self._is_free
+        edges = np.flatnonzero(bordered[1:] != bordered[:-1])
         return edges[::2], edges[1::2] - edges[::2]

@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 CHUNK = 1024  # waiting requests looked at in one go: a long line is not read to its end when its head is stopped
 
 
-def _compile(function: F) -> F:
+def compile_loop(function: F) -> F:
     try:
         compiled = numba.njit(cache=True)(function)
     except RuntimeError:  # no folder to keep the code in can be written: each process compiles
@@ -152,7 +152,7 @@ def _ints(values: Ints) -> Ints:
     return np.ascontiguousarray(values, np.int64)
 
 
-@_compile
+@compile_loop
 def _assign(
     old: Ints,  # [R]
     starts: Ints,  # [R + 1]
@@ -205,7 +205,7 @@ def _assign(
     return True, moe, batches, free, homeless[:num_homeless]
 
 
-@_compile
+@compile_loop
 def _grow(
     rows: Ints,
     further: Ints,  # the new member of each of `rows`, written; -1: none
@@ -233,7 +233,7 @@ def _grow(
             free[best] -= 1
 
 
-@_compile
+@compile_loop
 def _sort(numbers: Ints, keys: Ints) -> None:
     """Sort by keys[number], stably. By insertion: there are few, and numba's own sorts take seconds to compile."""
     for at in range(1, len(numbers)):
@@ -244,7 +244,7 @@ def _sort(numbers: Ints, keys: Ints) -> None:
         numbers[back] = number
 
 
-@_compile
+@compile_loop
 def _waterfill(loads: Ints, capacities: Ints, tokens: int) -> Ints:
     """waterfill.waterfill for what fits."""
     count = len(loads)
@@ -275,7 +275,7 @@ def _waterfill(loads: Ints, capacities: Ints, tokens: int) -> Ints:
     return shares
 
 
-@_compile
+@compile_loop
 def _binding(begin: int, end: int, batches: Ints, kv_tokens: Ints, free: Ints, max_num_seqs: int) -> int:
     """The MoE binding among the instances of a node that has one."""
     best = -1
@@ -287,7 +287,7 @@ def _binding(begin: int, end: int, batches: Ints, kv_tokens: Ints, free: Ints, m
     return best
 
 
-@_compile
+@compile_loop
 def _take(
     binding: int, begin: int, end: int, kv_tokens: Ints, room: Ints, crosses: bool, degree: int, tokens: int
 ) -> Ints:
@@ -316,7 +316,7 @@ def _take(
     return members
 
 
-@_compile
+@compile_loop
 def _admit(
     tokens: Ints,  # [Q]
     blocks: Flags,  # [Q] nobody behind it may be admitted before it
@@ -406,7 +406,7 @@ def _admit(
     return stopped, indices[:num_admitted], moe[:num_admitted], starts[: num_admitted + 1], members[:last], split[:last]
 
 
-@_compile
+@compile_loop
 def _doubled(values: Ints, least: int) -> Ints:
     """The same at the front of an array twice as long, at least `least`."""
     longer = np.empty(max(2 * len(values), least), np.int64)
@@ -415,7 +415,7 @@ def _doubled(values: Ints, least: int) -> Ints:
     return longer
 
 
-@_compile
+@compile_loop
 def _lower(
     moe: Ints,  # [requests], active and admitted
     starts: Ints,

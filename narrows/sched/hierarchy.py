@@ -239,6 +239,6 @@ def _router(large: bool) -> Callable[..., Ints]:
     """`_route`, compiled for long lines."""
     if not large:
         return _route
-    from narrows.sched.compiled import _compile  # numba is slow to import
+    from narrows.sched.compiled import compile_loop  # numba is slow to import
 
-    return _compile(_route)
+    return compile_loop(_route)

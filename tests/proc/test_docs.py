@@ -77,7 +77,8 @@ def test_make_targets_that_are_named_exist() -> None:
     assert {"demo", "test", "serve", "setup", "bench"} <= named & set(targets)
 
 
-@pytest.mark.parametrize(("document", "text"), blocks("toml"))
+# Scenarios of the simulator are read by tests/unit/test_sim_cluster_file.py.
+@pytest.mark.parametrize(("document", "text"), [one for one in blocks("toml") if "simulator" not in str(one)])
 def test_toml_blocks_are_valid_settings(document: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "narrows.toml"
     file.write_text(text)
