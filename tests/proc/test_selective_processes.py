@@ -71,6 +71,10 @@ def test_schemes_and_links_change_no_token(folder: Path, transport: str, select:
 
 
 def test_prefill_killed_while_decode_lacks_kv_is_answered_all_the_same(folder: Path) -> None:
+    """With the tokens of a run in which nobody was killed."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(str(folder), select="quest", transfer="full", **SETTINGS) as llm:
+        (want,) = llm.generate(PROMPTS[0], params)
     events: list[Event] = []
     slow = {"transfer": "selective", "link_gbps": 0.001, "transport": "tcp", **SETTINGS}
     with LLM(str(folder), select="quest", observers=[events.append], **slow) as llm:
@@ -82,8 +86,8 @@ def test_prefill_killed_while_decode_lacks_kv_is_answered_all_the_same(folder: P
                 pids.clear()
 
         llm.cluster._observers = (*llm.cluster._observers, kill_once)  # type: ignore[attr-defined]
-        (answer,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-        assert len(answer.tokens) == 40 and answer.error is None
+        (answer,) = llm.generate(PROMPTS[0], params)
+        assert answer.token_ids == want.token_ids and answer.error is None
         assert any(event.kind is EventKind.PREEMPTED for event in events)
 
 
