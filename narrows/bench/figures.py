@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -95,13 +96,15 @@ def _gaps(readings: Sequence[Reading]) -> list[float]:
     return [fmean(gaps) for gaps in zip(*(r.metrics.tbt_s for r in readings), strict=False)]
 
 
-def _tbt_after_delivery(readings: Iterable[Reading]) -> float | None:
-    """The median gap between tokens that both came after all KV of their request had."""
+def _tbt_after_delivery(readings: Sequence[Reading]) -> float | None:
+    """The median gap between tokens that came after all KV of the whole batch had, while all of it still ran: steps
+    of equally many requests are compared, none of which fetches."""
+    delivered = [reading.delivered_s for reading in readings]
+    from_s, until_s = max((at or math.inf for at in delivered), default=math.inf), min(r.ended_s for r in readings)
     gaps = []
     for reading in readings:
-        if reading.delivered_s is not None:
-            times = [at for at in reading.metrics.token_times_s[1:] if at >= reading.delivered_s]
-            gaps += [later - earlier for earlier, later in pairwise(times)]
+        times = [at for at in reading.metrics.token_times_s[1:] if from_s <= at <= until_s]
+        gaps += [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) if gaps else None
 
 

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -221,16 +222,16 @@ class Testbed:
             self.events.changed.notify_all()
 
     def _have_settled(self, keys: Sequence[str], num_tokens: int, first: int) -> bool:
-        """Whether every request has its tokens, and SETTLED_TOKENS of them since all its KV was delivered."""
-        events = self.events[first:]
-        for key in keys:
-            kinds = [event.kind for event in events if event.request == key]
-            if sum(kind in TOKEN_KINDS for kind in kinds) < num_tokens or EventKind.DELIVERED not in kinds:
-                return False
-            since = kinds[kinds.index(EventKind.DELIVERED) :]
-            if sum(kind is EventKind.TOKEN for kind in since) < SETTLED_TOKENS:
-                return False
-        return True
+        """Whether every request has its tokens, and SETTLED_TOKENS of them since all KV of all was delivered."""
+        tokens, settled = Counter[str](), Counter[str]()
+        delivered: set[str] = set()
+        for event in self.events[first:]:
+            if event.kind in TOKEN_KINDS:
+                tokens[event.request] += 1
+                settled[event.request] += delivered.issuperset(keys)
+            elif event.kind is EventKind.DELIVERED:
+                delivered.add(event.request)
+        return all(tokens[key] >= num_tokens and settled[key] >= SETTLED_TOKENS for key in keys)
 
     def _wait(self, done: Callable[[], bool], extra_s: float) -> None:
         """Until `done`. Raises NarrowsError when a request has failed, or nothing was heard for too long."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -274,6 +275,17 @@ def test_gaps_behind_the_delivery_go_beyond_the_measured_tokens() -> None:
     assert row["tbt_after_delivery_s"] == pytest.approx(0.25)  # of 0.2 and 0.3
     assert row["tokens_until_delivery"] == 3
     assert row["ctl_s"] == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_gaps_behind_the_delivery_are_of_the_whole_batch_together() -> None:
+    """The second is delivered at 6.0; the first ends at 9.0, so the second's last gap is one of a smaller batch."""
+    times = [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.0, 9.0]
+    first = reading(0.0, times, list(range(8)), [(0, 0)] * 7, delivered_s=3.5)
+    second = reading(0.0, [1.0, 2.0, 3.0, 4.0, 6.0, 6.1, 6.3, 9.9], list(range(8)), [(0, 0)] * 7, delivered_s=6.0)
+    row = make_row(CASE, [Sample((first, second))])
+    assert row["tbt_after_delivery_s"] == pytest.approx((0.2 + 0.5) / 2)  # of 0.1, 0.2, 0.5, 2.0
+    row = make_row(CASE, [Sample((first, replace(second, delivered_s=None)))])
+    assert row["tbt_after_delivery_s"] is None
 
 
 # ---- verdicts
