@@ -2,7 +2,7 @@
 
 _LEAST_BYTES = 32 * 1024  # fewer say nothing of a rate
 _TELLING_BYTES = 1024 * 1024  # fewer, in a stretch this short, say as much of latency: the link may be faster
-_TELLING_S = 0.1
+_TELLING_S = 0.08
 _LEAST_S = 0.02  # of a busy link, before it is judged while more is on its way
 _WEIGHT = 0.4  # of the newest sample
 
