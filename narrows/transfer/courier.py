@@ -267,7 +267,12 @@ class Courier:
             if self._gatherer is None:
                 self._gatherer = Gatherer(self._source, self._transport.allocate)
             began_s = self._clock()
-            step = self._gatherer.next_post(answer, f"fetch:{self._transport.name}", encode(answer.note))
+            try:
+                step = self._gatherer.next_post(answer, f"fetch:{self._transport.name}", encode(answer.note))
+            except TransportError as error:
+                self._answers.popleft()
+                self._refuse(peer, answer.fetch, str(error))
+                continue
             if step is None:
                 return
             if self._tracer is not None:
