@@ -189,6 +189,7 @@ def plot(outcome: Outcome, path: Path, title: str, slo_tpot_ms: float) -> None:
         axes.set(xlabel="arrival, s", ylabel=label, title=f"{label.split(',')[0]} by arrival")
         axes.set_ylim(bottom=0)
     grid[0, 0].axhline(slo_tpot_ms, color="#D55E00", linewidth=1, linestyle="--", label=f"SLO {slo_tpot_ms:g} ms")
+    grid[0, 0].set_ylim(top=max(grid[0, 0].get_ylim()[1], 1.05 * slo_tpot_ms))  # setting the bottom fixed the top
     grid[0, 0].legend(fontsize=8, frameon=False)
     queue = waiting(outcome)
     if queue:
